@@ -210,7 +210,7 @@ OTHERS = (
     "mistral4",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-OTHER_MIXERS = ("lfm2", "lfm2_moe", "olmo_hybrid")
+OTHER_MIXERS = ("gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe", "olmo_hybrid")
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
     "apertus",
@@ -223,8 +223,6 @@ BETWEEN_FILES = (
         "kimi_k3",
         "kimi_linear",
         "gemma3n_text",
-        "gemma4_text",
-        "gemma4_unified_text",
         "minimax_m3_vl_text",
         "nemotron_nas",
     ),

@@ -614,8 +614,35 @@ LFM3: dict[str, Any] = {
     "tie_word_embeddings": False,
     **lfm3_ropes(),
 }
+GEMMA_4: dict[str, Any] = {
+    "head_dim": 12, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+    },
+}  # fmt: skip
+GEMMA_4_EXPERTS = {
+    "enable_moe_block": True,
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
+GEMMAS_4 = {
+    "gemma4_text, keys as values": Variant(
+        "gemma4_text",
+        {**GEMMA_4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        {"epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+    "gemma4_unified_text": Variant(
+        "gemma4_unified_text",
+        {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
+    ),
+}  # fmt: skip
+"""Gemma 4, which is converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
+    **GEMMAS_4,
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
@@ -792,19 +819,6 @@ BEYOND_MEGATRON = {
     ),
 }  # fmt: skip
 """Models that Megatron has no arguments for: they are converted between Hugging Face's files, and trained."""
-GEMMA_4: dict[str, Any] = {
-    "head_dim": 12, "global_head_dim": 16, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
-    },
-}  # fmt: skip
-GEMMA_4_EXPERTS = {
-    "enable_moe_block": True,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 24,
-}
 TWO_SHARES = two_ropes(
     rope_of(5000.0, **OLMO_YARN, partial_rotary_factor=0.5),
     rope_of(700.0, partial_rotary_factor=1.0),
@@ -850,6 +864,7 @@ UNTRAINED = {
 }  # fmt: skip
 """Models that Megatron core computes, and that the trainer doesn't train."""
 CONVERTED = {
+    **GEMMAS_4,
     "apertus": Variant(
         "apertus", {"attention_bias": True},
         {"base": rope(700.0), "llama3": rope(5000.0, **LLAMA3), "epsilon": {"rms_norm_eps": 1e-5}},
@@ -976,24 +991,14 @@ CONVERTED = {
          "use_double_wide_mlp": True},
         {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
     ),
-    "gemma4_text, keys as values": Variant(
-        "gemma4_text",
-        {**GEMMA_4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
-        {"epsilon": {"rms_norm_eps": 1e-5}},
-    ),
     "gemma4_text, experts": Variant(
         "gemma4_text", {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}, {"one expert": {"top_k_experts": 1}}
-    ),
-    "gemma4_unified_text": Variant(
-        "gemma4_unified_text",
-        {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
-        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
     ),
     "gemma4_unified_text, shared keys and values": Variant(
         "gemma4_unified_text", {**GEMMA_4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
     ),
 }  # fmt: skip
-"""Models that are converted between Hugging Face's files, and not trained."""
+"""Models that are converted between Hugging Face's files. Only GEMMAS_4 are trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",

@@ -6,7 +6,7 @@ have MLPs of twice the width. A model has a second embedding (layer_inputs.py), 
 
 Megatron core has no such modules. Megatron-Bridge's Gemma 4 multiplies weights of the experts with each other, and adds
 keys and values where layers share them, so that its checkpoints don't hold these tensors as they were. These models are
-therefore converted between Hugging Face's files only.
+therefore converted between Hugging Face's files, and trained; core's names are those of the trainer's checkpoints.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ from megaconv.families.parts.keys import (
     need_size,
 )
 from megaconv.families.parts.layer_inputs import LAYER_INPUT_KEYS, LAYER_INPUTS
-from megaconv.families.parts.norm_places import norms_at
+from megaconv.families.parts.norm_places import norms_at, output_norms_by_mlp
 from megaconv.families.parts.proportional_ropes import proportional_ropes
-from megaconv.families.parts.row_changes import hf_only, in_all_forms, without_biases
+from megaconv.families.parts.row_changes import in_all_forms, in_core, without_biases
 from megaconv.families.parts.shared_kv import (
     SHARED_LAYERS,
     count_sharing,
@@ -48,7 +48,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each, per_layer
 from megaconv.model.table import Row, Stacked
 
-_HF = "model.layers.{l}."
+_HF, _CORE = "model.layers.{l}.", "decoder.layers.{l}."
 SANDWICHED = norms_at(
     without_biases(ATTENTION), without_biases(MLP),
     before=("input_layernorm", "pre_feedforward_layernorm"), after=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -59,13 +59,24 @@ _NORM_OF_EXPERTS = Row(
     ("hidden",),
     when="moe",
     hf=_HF + "pre_feedforward_layernorm.weight",
+    core=_CORE + "mlp.shared_norm.weight",
 )
 _OWN_NORMS = (
-    Row("layers.{l}.mlp.router.norm.weight", ("hidden",), when="moe", hf=_HF + "router.scale"),
-    Row("layers.{l}.mlp.router.expert_scale", ("experts",), when="moe", hf=_HF + "router.per_expert_scale"),
-    Row("layers.{l}.mlp.experts_norm.weight", ("hidden",), when="moe", hf=_HF + "pre_feedforward_layernorm_2.weight"),
-    Row("layers.{l}.mlp.experts_output_norm.weight", ("hidden",), when="moe", hf=_HF + "post_feedforward_layernorm_2.weight"),
-    Row("layers.{l}.mlp.shared_output_norm.weight", ("hidden",), when="moe", hf=_HF + "post_feedforward_layernorm_1.weight"),
+    Row("layers.{l}.mlp.router.norm.weight", ("hidden",), when="moe",
+        hf=_HF + "router.scale",
+        core=_CORE + "mlp.router.norm.weight"),
+    Row("layers.{l}.mlp.router.expert_scale", ("experts",), when="moe",
+        hf=_HF + "router.per_expert_scale",
+        core=_CORE + "mlp.router.expert_scale"),
+    Row("layers.{l}.mlp.experts_norm.weight", ("hidden",), when="moe",
+        hf=_HF + "pre_feedforward_layernorm_2.weight",
+        core=_CORE + "mlp.experts_norm.weight"),
+    Row("layers.{l}.mlp.experts_output_norm.weight", ("hidden",), when="moe",
+        hf=_HF + "post_feedforward_layernorm_2.weight",
+        core=_CORE + "mlp.experts_output_norm.weight"),
+    Row("layers.{l}.mlp.shared_output_norm.weight", ("hidden",), when="moe",
+        hf=_HF + "post_feedforward_layernorm_1.weight",
+        core=_CORE + "mlp.shared_output_norm.weight"),
 )  # fmt: skip
 _EXPERTS = in_all_forms(
     (
@@ -78,11 +89,17 @@ _EXPERTS = in_all_forms(
         "layers.{l}.mlp.experts.{e}.down.weight": Stacked(_HF + "experts.down_proj"),
     },
 )
-_SCALE = Row("layers.{l}.scale", ("1",), when="layer_scale", hf=_HF + "layer_scalar")
-_ALL = (
-    EMBEDDING, *with_shared_kv(SANDWICHED), _NORM_OF_EXPERTS, *_EXPERTS, *_OWN_NORMS, *LAYER_INPUTS, _SCALE, *HEAD,
-)  # fmt: skip
-ROWS = hf_only(_ALL)
+_SCALE = Row(
+    "layers.{l}.scale",
+    ("1",),
+    when="layer_scale",
+    hf=_HF + "layer_scalar",
+    core=_CORE + "layer_scalar",
+)
+_LAYERS = output_norms_by_mlp(with_shared_kv(SANDWICHED))
+ROWS = in_core(
+    (EMBEDDING, *_LAYERS, _NORM_OF_EXPERTS, *_EXPERTS, *_OWN_NORMS, *LAYER_INPUTS, _SCALE, *HEAD)
+)
 
 _TYPES, _WINDOW, _TIED = "layer_types", "sliding_window", "attention_k_eq_v"
 _HEAD_DIM, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"

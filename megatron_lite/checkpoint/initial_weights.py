@@ -2,7 +2,7 @@
 
     matrices                       N(0, std); onto the residual stream N(0, std / sqrt(n)), n = 2 layers
     layers of one part             n = layers: a hybrid's layer is a mixer or an MLP, with one such matrix
-    norms, D                       1, or 0 where a norm multiplies with its weight + 1; biases 0
+    norms, D, stored factors       1, or 0 where a norm multiplies with its weight + 1; biases 0
     A_log                          the logarithm of U(1, 16)
     dt_bias                        of Mamba 2: softplus of it is log-uniform from 0.001 to 0.1; of delta nets: 1
     short convolutions             U(-1 / sqrt(width), 1 / sqrt(width)), also their biases
@@ -60,7 +60,7 @@ def _initial(name: str, shape: Shape, config: ModelConfig, std: float, seed: int
 
 def _constant(name: str, config: ModelConfig) -> float | None:
     """Return the value of all elements, or None for random elements."""
-    if name.endswith((".mamba.D", ".linear.dt_bias", ".linear.out_norm.weight")):
+    if name.endswith((".mamba.D", ".linear.dt_bias", ".linear.out_norm.weight", "scale")):
         return 1.0
     if name.endswith(".mamba.dt_bias") or _CONVOLUTION_BIAS.search(name):
         return None

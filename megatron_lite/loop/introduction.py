@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 from formats.wording import counted
-from megaconv.megatron.arguments.notices import core_notices, embedding_notices, script_notices
+from megaconv.megatron.arguments.notices import run_notices
 from megaconv.planning.gpus import gpu_of
 from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
@@ -93,8 +93,7 @@ def _point_out(run: Run, start: Start) -> None:
     if is_megatrons or run.settings.lora.wanted:
         # The run keeps the implementation of the checkpoint.
         return
-    config = run.config
-    for notice in (*core_notices(config), *embedding_notices(config), *script_notices(config)):
+    for notice in run_notices(run.config):
         run.say(f"note: {notice}")
 
 

@@ -8,8 +8,9 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.mixers import in_layer
 from megatron_lite.models import recompute
-from megatron_lite.models.layer_kinds import layer_kind
+from megatron_lite.models.layer_kinds import layer_kind, layer_shares
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.parallel.tensor import Keep, NormOptions, TensorGroup
 from megatron_lite.settings.options import ModelOptions
@@ -46,12 +47,15 @@ class Plan:
         return layer_kind(self.config, layer)
 
     def of_layer(self, layer: int) -> "Plan":
-        """Return the plan of one layer, in which norms have one place if the model's place depends on the mixer."""
-        norm = self.config.norm
-        if norm.place != "by_mixer":
-            return self
-        place = "before" if self.kind(layer).mixer == "linear" else "after"
-        return replace(self, config=replace(self.config, norm=replace(norm, place=place)))
+        """Return the plan of one layer: with its own sizes, and with one place of norms if that depends on the mixer."""
+        kind = self.kind(layer)
+        config = in_layer(self.config, kind)
+        sizes = layer_shares(self.config, layer, self.sizes, self.ranks.size)
+        norm = config.norm
+        if norm.place == "by_mixer":
+            place = "before" if kind.mixer == "linear" else "after"
+            config = replace(config, norm=replace(norm, place=place))
+        return replace(self, config=config, sizes=sizes)
 
     @property
     def norm(self) -> NormOptions:
@@ -69,6 +73,12 @@ class Plan:
     def norm_of_heads(self) -> NormOptions:
         """The norm of queries and keys."""
         return self.norm._replace(with_weight=True, with_bias=self.config.attention.qk_norm_bias)
+
+    @property
+    def norm_of_values(self) -> NormOptions | None:
+        """The norm of values, which has no weight; None if there is none."""
+        has_norm = self.config.attention.v_norm
+        return self.norm._replace(with_weight=False, with_bias=False) if has_norm else None
 
     @property
     def norm_of_latents(self) -> NormOptions:

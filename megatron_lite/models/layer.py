@@ -1,5 +1,8 @@
 """One layer: a mixer and an MLP of the kinds that the model's description names."""
 
+from typing import ClassVar
+
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
@@ -9,6 +12,7 @@ from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.moe.experts import Mixture
 from megatron_lite.models.passes import Pass
+from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Norm, TensorGroup
 from megatron_lite.products.selection import use_fp8
 
@@ -36,6 +40,7 @@ class Layer(Residual):
     input_layernorm: Norm | None
     pre_mlp_layernorm: Norm | None
     mlp: nn.Module | None
+    kinds: ClassVar = {"layer_scalar": Kind.UNTRAINED}
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
@@ -51,6 +56,8 @@ class Layer(Residual):
         kind = plan.kind(layer)
         self._add_mixer(plan, mixer_of(config, kind))
         self._add_mlp(plan, kind.mlp)
+        free = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.layer_scalar = free if config.layer_scale else None
         use_fp8(self, options.fp8, layer=layer, layers=config.layer_count, tp=plan.ranks.size)
 
     def _add_mixer(self, plan: Plan, mixer: Mixer | None) -> None:
@@ -86,12 +93,16 @@ class Layer(Residual):
             mixed = mixer(normed, run)
             x = self._added(x, mixed, run, self.after_attention)
         if self.mlp is None:
-            return x
+            return self._scaled(x)
         # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
         read = self._read_by_mlp(entered, normed, x)
         normed = read if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(read)
         made = self.mlp(normed, run) if self.has_experts else self.mlp(normed)
-        return self._added(x, made, run, self.after_mlp)
+        return self._scaled(self._added(x, made, run, self.after_mlp))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Scale the layer's output with its stored number, if it has one."""
+        return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _read_by_mlp(self, entered: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:
         """Return the input of the MLP: the layer's input, its norm, or the sum after the mixer."""

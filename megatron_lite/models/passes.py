@@ -14,7 +14,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.masks import cache_mask
 from megatron_lite.models.moe.balance import Balance
-from megatron_lite.models.rotary import Rotary, local_positions
+from megatron_lite.models.rotary import Rotary, local_positions, usual_positions
 from megatron_lite.parallel.context import ContextGroup
 
 
@@ -191,7 +191,8 @@ class Passes:
         """context: the ranks that share each sequence. Raises NotExpressible for unsupported positions."""
         self._device, self._context, self._depths = device, context, config.mtp_layers
         self._has_types = config.token_types > 0
-        self._rotary = Rotary(config, device, dtype) if config.positions.kind == "rope" else None
+        rotates = config.positions.kind == "rope"
+        self._rotary = Rotary(usual_positions(config), device, dtype) if rotates else None
         local = local_positions(config)
         self._local_rotary = None if local is None else Rotary(local, device, dtype)
         self._whole: dict[int, Places] = {}

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megaconv.planning.mixers import in_layer
 from megatron_lite.models.trainable import check_rope_scaling, rotated_width
 
 
 def frequencies(config: ModelConfig) -> Tensor:
     """Return the angle per position of each pair of elements, float32 [rotated / 2].
 
-    Sources: llama3 scaling from Llama 3.1's reference implementation, yarn from arXiv 2309.00071.
+    Sources: llama3 scaling from Llama 3.1's reference implementation, yarn from arXiv 2309.00071, proportional angles
+    from transformers 5.24.
     Raises NotExpressible for other kinds of scaling.
     """
     rotated = rotated_width(config)
@@ -29,6 +31,8 @@ def frequencies(config: ModelConfig) -> Tensor:
         return plain
     if scaling["rope_type"] == "linear":
         return plain / float(scaling["factor"])
+    if scaling["rope_type"] == "proportional":
+        return _proportional(plain, scaling)
     if scaling["rope_type"] == "yarn":
         return _yarn(plain, scaling, config.positions.theta)
     factor, original, low, high = (
@@ -45,6 +49,13 @@ def frequencies(config: ModelConfig) -> Tensor:
     turns = original * plain / (2 * math.pi)
     keep: Tensor = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * plain / factor + keep * plain
+
+
+def _proportional(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Return the angles of a whole head, of which only the first share of the pairs rotates."""
+    rotating = int(scaling.get("partial_rotary_factor", 1.0) * 2 * len(plain) // 2)
+    scaled = plain / float(scaling.get("factor", 1.0))
+    return scaled.where(torch.arange(len(plain)) < rotating, torch.zeros(()))
 
 
 def _yarn(plain: Tensor, scaling: Mapping[str, Any], theta: float) -> Tensor:
@@ -93,17 +104,24 @@ def sharper(factor: float, strength: float) -> float:
     return 0.1 * float(strength) * math.log(max(float(factor), 1.0)) + 1.0
 
 
+def usual_positions(config: ModelConfig) -> ModelConfig:
+    """Return the config for the angles of all layers, or of those without a window if others have their own."""
+    has_two = config.positions.local_theta is not None
+    usual = (kind for kind in config.layers if not has_two or kind.window is None)
+    return in_layer(config, next(usual, config.layers[0]))
+
+
 def local_positions(config: ModelConfig) -> ModelConfig | None:
     """Return the config for the angles of layers with a window; None: they rotate like all others.
 
     These angles are not scaled.
     """
     theta = config.positions.local_theta
-    return (
-        None
-        if theta is None
-        else changed(config, {"positions.theta": theta, "positions.scaling": None})
-    )
+    if theta is None:
+        return None
+    windowed = (kind for kind in config.layers if kind.window is not None)
+    local = in_layer(config, next(windowed, config.layers[0]))
+    return changed(local, {"positions.theta": theta, "positions.scaling": None})
 
 
 class Rotary:

@@ -11,13 +11,16 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import RANKED_BY, Experts
+from megaconv.planning.mixers import in_layer
+from megatron_lite.models.layer_kinds import layer_shares
 from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
     "afmoe", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
     "cohere2_moe", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
+    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text",
+    "gemma4_unified_text", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared", "granite_moe_swa", "granite_swa",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",
@@ -45,8 +48,6 @@ CONVERTED_ONLY = {
     "kimi_k3": "Kimi delta attention with a bounded decay, and attention to the outputs of earlier blocks of layers",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
-    "gemma4_text": "layers that share keys and values or have sizes of their own, and experts with norms of their own",
-    "gemma4_unified_text": "layers that share keys and values or have sizes of their own",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
     "lfm3": "short convolutions beside layers with a window, norms after them, and gates of whole heads",
     "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
@@ -72,10 +73,7 @@ NOT_COMPUTED = {
     "hyper_connections": "several residual streams, which each sublayer mixes",
     "ngram_layers": "embeddings of n-grams",
     "hash_layers": "tables that choose the experts of tokens",
-    "layers_differ": "layers with sizes of their own",
     "shared_kv": "layers that share keys and values",
-    "keys_as_values": "keys that are the values as well",
-    "v_norm": "norms of values",
     "clamped_experts": "limits of activations in routed experts alone",
     "index_pools": "indexers that select groups of keys",
     "kv_sources": "layers that share latent keys and values",
@@ -91,7 +89,6 @@ NOT_COMPUTED = {
     "two_rotations": "layers that rotate another share of their heads than the others",
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
-    "layer_scale": "a number that scales each layer's output",
     "vision_experts": "experts for images beside those for text",
     "attention_residuals": "attention to the outputs of earlier blocks of layers",
     "xielu": "an activation with trained numbers",
@@ -101,7 +98,7 @@ NOT_COMPUTED = {
     "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""
-ROPE_SCALINGS = ("linear", "llama3", "yarn", "ntk_alpha")
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "ntk_alpha", "proportional")
 """The kinds of rope scaling that the trainer computes."""
 ROTATES_HEAD_DIM = ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu")
 """Families with latent attention whose transformers classes rotate head_dim elements if config.json contains head_dim."""
@@ -125,7 +122,9 @@ def check_trained(
     _check_further_tokens(config)
     if config.experts.count:
         _check_experts(config, layout, options, sequence=sequence)
-    rank_sizes(config, layout)
+    sizes = rank_sizes(config, layout)
+    for layer in range(config.layer_count):
+        layer_shares(config, layer, sizes, layout.tp)
 
 
 def _check_family(family: str) -> None:
@@ -157,18 +156,33 @@ def check_computed(config: ModelConfig) -> None:
             raise NotExpressible(f"the model has {what}, which can't be trained yet")
     if config.experts.count:
         _check_groups(config.experts)
-    width = rotated_width(config)
-    if config.has("rope") and width % 2:
-        raise NotExpressible(
-            f"the model rotates {width} elements of each head; elements rotate in pairs, so their number must be even"
-        )
+    if config.has("rope"):
+        _check_rotated(config)
+
+
+def _check_rotated(config: ModelConfig) -> None:
+    """Raise NotExpressible for heads that one rope can't rotate."""
+    widths: dict[bool, set[int]] = {}
+    for kind in config.layers:
+        is_local = config.has("two_ropes") and kind.window is not None
+        width = rotated_width(in_layer(config, kind))
+        widths.setdefault(is_local, set()).add(width)
+        if width % 2:
+            raise NotExpressible(
+                f"the model rotates {width} elements of each head; elements rotate in pairs, so their number must be even"
+            )
+    for each in widths.values():
+        if len(each) > 1:
+            raise NotExpressible(
+                f"layers with the same rope rotate heads of different widths ({sorted(each)}), which can't be trained yet"
+            )
 
 
 def check_rope_scaling(kind: str) -> None:
     """Raise NotExpressible for a kind of rope scaling that the trainer can't compute."""
     if kind not in ROPE_SCALINGS:
         raise NotExpressible(
-            f"rope scaling {kind!r} can't be trained with; supported: linear, llama3 and yarn"
+            f"rope scaling {kind!r} can't be trained with; supported: linear, llama3, yarn and proportional"
         )
 
 

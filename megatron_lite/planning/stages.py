@@ -95,7 +95,7 @@ def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:
     """Return the kind of a parameter, from its name and sharding."""
     if is_expert(native.name):
         return Kind.EXPERT
-    if native.name.endswith("router.expert_bias"):
+    if native.name.endswith(("router.expert_bias", ".layer_scalar")):
         return Kind.UNTRAINED
     if ".core_attention.indexer." in native.name:
         return Kind.CONSTANT

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from megaconv.model.config import ModelConfig
+from megaconv.planning.mixers import in_layer
 from megaconv.planning.pipeline_order import Action, forward_order
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
+from megatron_lite.models.layer_kinds import layer_shares
 from megatron_lite.models.mixers.declaration import Kept
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.network_interface import Network
@@ -60,8 +62,12 @@ class RankComputation(RankParameters):
 
     def cache_of(self, layer: int) -> tuple[Kept, ...]:
         """Return the parts of a row's cache that the mixer of a layer declares, for this rank's heads."""
-        mixer = mixer_of(self.config, self.config.layers[layer])
-        return () if mixer is None else mixer.cache(self.config, self._sizes)
+        kind = self.config.layers[layer]
+        mixer = mixer_of(self.config, kind)
+        if mixer is None:
+            return ()
+        sizes = layer_shares(self.config, layer, self._sizes, self.grid.layout.tp)
+        return mixer.cache(in_layer(self.config, kind), sizes)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
         """Return (sum, number of tokens or pairs that count) by loss name, over all data-parallel ranks.

@@ -7,6 +7,7 @@ from megaconv.errors import LayoutError, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
+from megaconv.planning.mixers import in_layer
 from megatron_lite.settings.config import Settings, Training
 from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.options import ModelOptions
@@ -214,26 +215,32 @@ def _check_context(
     config: ModelConfig, layout: Layout, options: ModelOptions, sequence: int, cp: int
 ) -> None:
     """Raise LayoutError for sizes that context parallelism does not support."""
-    attention, how = config.attention, options.context
     _check_heads_of_states(config, layout.tp, cp)
     if sequence % (2 * cp):
         raise LayoutError(
             f"context parallelism cuts {sequence} tokens into 2 x cp = 2 x {cp} blocks; take a sequence that is a multiple of {2 * cp}"
         )
-    for name, count in (("heads", attention.heads), ("kv_heads", attention.kv_heads)):
-        near = {"a2a": cp, "a2a+p2p": options.near}.get(how, 1)
-        if count % (layout.tp * near):
-            raise LayoutError(
-                f"--cp-comm-type {how} shares out heads: {name} = {count} can't be divided over tp x {'cp' if near == cp else 'near'} = "
-                f"{layout.tp} x {near} = {layout.tp * near}; take p2p or all_gather"
-            )
-    if options.attention_dropout and how != "a2a":
+    for kind in dict.fromkeys(config.layers):
+        _check_shared_heads(in_layer(config, kind), layout.tp, options, cp)
+    if options.attention_dropout and options.context != "a2a":
         raise LayoutError(
-            f"dropout of attention weights ({options.attention_dropout:g}) is not supported with --cp-comm-type {how}; take a2a, or "
-            "--attention-dropout 0"
+            f"dropout of attention weights ({options.attention_dropout:g}) is not supported with --cp-comm-type {options.context}; "
+            "take a2a, or --attention-dropout 0"
         )
     if config.experts.count and options.lora is not None and options.lora.dropout:
         raise LayoutError("dropout of experts' adapters is not supported with context parallelism")
+
+
+def _check_shared_heads(config: ModelConfig, tp: int, options: ModelOptions, cp: int) -> None:
+    """Raise LayoutError if context-parallel ranks can't share the heads of a layer. config: with the layer's sizes."""
+    attention, how = config.attention, options.context
+    for name, count in (("heads", attention.heads), ("kv_heads", attention.kv_heads)):
+        near = {"a2a": cp, "a2a+p2p": options.near}.get(how, 1)
+        if count % (tp * near):
+            raise LayoutError(
+                f"--cp-comm-type {how} shares out heads: {name} = {count} can't be divided over tp x {'cp' if near == cp else 'near'} = "
+                f"{tp} x {near} = {tp * near}; take p2p or all_gather"
+            )
 
 
 def _check_heads_of_states(config: ModelConfig, tp: int, cp: int) -> None:

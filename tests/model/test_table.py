@@ -191,6 +191,9 @@ def every_kind(family: str) -> list[ModelConfig]:
             config,
             changed(config, {"attention.head_gate": True, "attention.output_gate": True}),
         ]
+    if "gemma3n" in family or "gemma4" in family:
+        others = {"layers.shares_kv": (False, True)}, {"layers.keys_as_values": True}
+        return [config, *(changed(config, other) for other in others)]
     if family == "mimo_v2_flash":
         return [changed(config, {"layers.window": 5})]
     if family == "molmo2_text":

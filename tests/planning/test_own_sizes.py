@@ -13,7 +13,8 @@ from megaconv.planning.mixers import ATTENTION, in_layer
 from tests.conftest import FIXTURES
 from tests.runs import run
 
-NOTICE = "Gemma4ForCausalLM: only Hugging Face's files hold this model; the layouts are an estimate for software that has it"
+NOTICE = "Gemma3nForCausalLM: only Hugging Face's files hold this model; the layouts are an estimate for software that has it"
+OF_THE_TRAINER = "Gemma4ForCausalLM: Megatron has no such model; the layouts are for megatron-lite, and an estimate for other software"
 
 SEARCH = (
     "--gpu",
@@ -68,20 +69,21 @@ def test_attention_costs_what_the_layers_own_heads_cost(gemma: ModelConfig) -> N
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("model", "notice", "words"),
     [
-        (),
-        pytest.param(SEARCH, marks=pytest.mark.slow),
-        ("--gpu", "h100", "--for", "infer", "--tp", "8"),
+        ("google/gemma-3n-E2B", NOTICE, ()),
+        ("google/gemma-4-26B-A4B", OF_THE_TRAINER, ()),
+        pytest.param("google/gemma-4-26B-A4B", OF_THE_TRAINER, SEARCH, marks=pytest.mark.slow),
+        ("google/gemma-4-26B-A4B", OF_THE_TRAINER, ("--gpu", "h100", "--for", "infer", "--tp", "8")),
     ],
 )  # fmt: skip
-def test_a_plan_says_once_that_only_files_hold_the_model(
-    words: tuple[str, ...], tmp_path: Path
+def test_a_plan_says_once_that_megatron_does_not_have_the_model(
+    model: str, notice: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(published("google/gemma-4-26B-A4B")))
+    (tmp_path / "config.json").write_text(json.dumps(published(model)))
     asked = ("plan", tmp_path, "--gpus", "8", *words)
-    assert run(*asked).out.count(NOTICE) == 1
-    assert json.loads(run(*asked, "--json").out)["notices"] == [NOTICE]
+    assert run(*asked).out.count(notice) == 1
+    assert json.loads(run(*asked, "--json").out)["notices"] == [notice]
 
 
 def test_a_plan_of_a_model_that_megatron_has_says_nothing_of_the_kind(tmp_path: Path) -> None:

@@ -2,28 +2,37 @@
 
     hf     model.{embed_tokens_per_layer, per_layer_model_projection, per_layer_projection_norm}
            model.layers.{l}.{per_layer_input_gate, per_layer_projection, post_per_layer_input_norm}
+    core   embedding.layer_inputs.{word_embeddings, projection, norm}
+           decoder.layers.{l}.layer_input.{gate, projection, norm}
 
-A layer's part is the mean of this embedding and of a projection of the usual one. Megatron core has no such modules.
+A layer's part is the mean of this embedding and of a projection of the usual one. Megatron core has no such modules;
+its names are those of the trainer's checkpoints.
 """
 
 from megaconv.families.parts.keys import Fields, Keys, Raw, count, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
 
-_HF = "model.layers.{l}."
+_HF, _CORE = "model.layers.{l}.", "decoder.layers.{l}.layer_input."
 LAYER_INPUTS = (
     Row("layer_inputs.embed.weight", ("layer_input_vocab layers*layer_input_width",), stage="first", when="layer_inputs",
-        hf="model.embed_tokens_per_layer.weight"),
+        hf="model.embed_tokens_per_layer.weight",
+        core="embedding.layer_inputs.word_embeddings.weight"),
     Row("layer_inputs.projection.weight", ("layers*layer_input_width hidden",), stage="first", when="layer_inputs",
-        hf="model.per_layer_model_projection.weight"),
+        hf="model.per_layer_model_projection.weight",
+        core="embedding.layer_inputs.projection.weight"),
     Row("layer_inputs.norm.weight", ("layer_input_width",), stage="first", when="layer_inputs",
-        hf="model.per_layer_projection_norm.weight"),
+        hf="model.per_layer_projection_norm.weight",
+        core="embedding.layer_inputs.norm.weight"),
     Row("layers.{l}.layer_input.gate.weight", ("layer_input_width hidden",), when="layer_inputs",
-        hf=_HF + "per_layer_input_gate.weight"),
+        hf=_HF + "per_layer_input_gate.weight",
+        core=_CORE + "gate.weight"),
     Row("layers.{l}.layer_input.projection.weight", ("hidden layer_input_width",), when="layer_inputs",
-        hf=_HF + "per_layer_projection.weight"),
+        hf=_HF + "per_layer_projection.weight",
+        core=_CORE + "projection.weight"),
     Row("layers.{l}.layer_input_norm.weight", ("hidden",), when="layer_inputs",
-        hf=_HF + "post_per_layer_input_norm.weight"),
+        hf=_HF + "post_per_layer_input_norm.weight",
+        core=_CORE + "norm.weight"),
 )  # fmt: skip
 
 _WIDTH, _VOCAB = "hidden_size_per_layer_input", "vocab_size_per_layer_input"

@@ -1,6 +1,7 @@
 """Last layers that attend with the keys and values of earlier ones, as in Gemma 3n and Gemma 4: their key and rows.
 
     hf     model.layers.{l}.self_attn.{k_proj, v_proj, k_norm} only in layers before them
+    core   decoder.layers.{l}.self_attention.linear_qkv: q, k and v; q and k where keys are the values; or q alone
 
 A layer takes the keys and values of the last layer before them with a window, or without one if it has none.
 """
@@ -11,13 +12,17 @@ from dataclasses import replace
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families.parts.keys import CONFIG_NAME, Raw, need_size
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Row
+from megaconv.model.patterns import expand
+from megaconv.model.table import Fused, Row
 
 SHARED_LAYERS = "num_kv_shared_layers"
 
 _HF = "model.layers.{l}.self_attn."
+_CORE = "decoder.layers.{l}.self_attention."
 _QKV = "layers.{l}.attn.{q|k|v}.weight"
 _NORMS = "layers.{l}.attn.{q|k}_norm.weight"
+_HELD = (("{q|k|v}", "own_values"), ("{q|k}", "own_kv !own_values"), ("q", "!own_kv"))
+"""The projections that a layer has -> the feature of such layers."""
 _KEYS_AND_VALUES = r"model\.layers\.(?:{layers})\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight"
 
 
@@ -28,18 +33,24 @@ def with_shared_kv(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 def _apart(row: Row) -> tuple[Row, ...]:
     if row.canonical == _QKV:
-        whens = (None, "own_kv", "own_values")
-        return tuple(
-            Row(f"layers.{{l}}.attn.{one}.weight", (shape,), tp=0, when=when, hf=f"{_HF}{one}_proj.weight")
-            for one, shape, when in zip("qkv", row.shapes, whens, strict=True)
-        )  # fmt: skip
+        return tuple(_projections(row, words, when) for words, when in _HELD)
     if row.canonical == _NORMS:
         return tuple(
             replace(row, canonical=f"layers.{{l}}.attn.{one}_norm.weight", shapes=("head_dim",), when=when, names={})
-            .renamed(hf=f"{_HF}{one}_norm.weight")
+            .renamed(hf=f"{_HF}{one}_norm.weight", core=f"{_CORE}{one}_layernorm.weight")
             for one, when in (("q", "qk_norm"), ("k", "qk_norm own_kv"))
         )  # fmt: skip
     return (row,)
+
+
+def _projections(row: Row, words: str, when: str) -> Row:
+    """The row of q, k and v, with the projections of these words alone."""
+    held = len(expand(words))
+    return Row(
+        f"layers.{{l}}.attn.{words}.weight", row.shapes[:held], tp=0, when=when,
+        hf=f"{_HF}{words}_proj.weight",
+        core=Fused(f"{_CORE}linear_qkv.weight", groups="kv_heads"),
+    )  # fmt: skip
 
 
 def sharing_layers(raw: Raw, windowed: tuple[int, ...], default: int) -> range:

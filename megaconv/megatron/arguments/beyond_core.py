@@ -21,6 +21,11 @@ from megaconv.families import Family, family
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 
+OF_THE_TRAINER = (
+    *("layers_differ", "shared_kv", "keys_as_values", "v_norm", "layer_scale"),
+    *("expert_norms", "layer_inputs"),
+)
+"""Features that no software of Megatron loads from a checkpoint. The trainer's checkpoints have them in a config.json."""
 QK_NORM_WIDTH = "megaconv_qk_norm_width"
 UNPREDICTED = "megaconv_unpredicted_tokens"
 
@@ -33,6 +38,11 @@ _ARGUMENTS = {
     "positions.local_theta": "rotary_base as a pair",
     "head.unpredicted": UNPREDICTED,
 }
+
+
+def is_of_the_trainer(config: ModelConfig) -> bool:
+    """True if only the trainer's own checkpoints can hold a model in Megatron's format."""
+    return any(config.has(feature) for feature in OF_THE_TRAINER)
 
 
 def beyond_core_arguments(config: ModelConfig, *, legacy: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family
-from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
+from megaconv.megatron.arguments.beyond_core import beyond_core_arguments, is_of_the_trainer
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
@@ -57,7 +57,8 @@ def to_arguments(
     The arguments of the run that saved the source (training.arguments) stay unchanged, unless the output decides them
     (`run_arguments.py`). Raises NotExpressible for a model that Megatron doesn't support.
     """
-    require_names(config)
+    if not beside_config:
+        require_names(config)
     _require_representable(config, legacy=legacy, beside_config=beside_config)
     settings = _settings(config, training)
     written = (
@@ -68,7 +69,7 @@ def to_arguments(
         | sparse_arguments(config)
         | retrieval_arguments(config, legacy=legacy)
         | _experts(config, grouped_experts)
-        | _positions(config, allow_lossy, legacy=legacy)
+        | _positions(config, allow_lossy or beside_config, legacy=legacy)
         | beyond_core_arguments(config, legacy=legacy)
         | _vocabulary(config, training, vocab_divisor, padded_vocab)
         | _parallelism(config, layout)
@@ -140,9 +141,9 @@ def _describes(
 
 
 def require_names(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model of a family without names in Megatron core."""
+    """Raise NotExpressible for a model without names in Megatron core, or with names that only the trainer knows."""
     found = family(config.family)
-    if not found.rows[0].spelling(CORE):
+    if not found.rows[0].spelling(CORE) or is_of_the_trainer(config):
         savers = "hf or dcp" if config.whole is not None else "hf, dcp or deepspeed"
         raise NotExpressible(
             f"{found.architectures[0]} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"

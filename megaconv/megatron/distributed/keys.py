@@ -167,7 +167,10 @@ def stacks_layers(config: ModelConfig) -> bool:
     """True if one key holds all layers. Core gives each layer its own keys if the layers differ."""
     alike = not (config.experts.count and config.layers_with("dense"))
     alike = alike and not config.has("retrieval")
-    mixed = ("linear_layers", "convolution_layers", "hybrid_stack")
+    mixed = (
+        *("linear_layers", "convolution_layers", "hybrid_stack"),
+        *("layers_differ", "shared_kv", "keys_as_values"),
+    )
     return alike and not any(config.has(feature) for feature in mixed)
 
 

@@ -64,11 +64,15 @@ class SelfAttention(nn.Module):
 
     def _add_matrices(self, plan: Plan) -> None:
         hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
-        self.gated = attention.output_gate
-        # The heads of one key/value head: q, the gate if there is one, k and v.
-        self.each = [self.group, self.group, 1, 1] if self.gated else [self.group, 1, 1]
+        self.gated, self.keys_are_values = (
+            attention.output_gate,
+            plan.kind(self.layer).keys_as_values,
+        )
+        # The heads of one key/value head: q, the gate if there is one, k, and v if it isn't k.
+        self.each = [self.group, *([self.group] * self.gated), *([1] * (2 - self.keys_are_values))]
         rows = self.kv_heads * sum(self.each) * self.head_dim
         self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
+        self.norm_of_values = plan.norm_of_values
         self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None
         self.k_layernorm = self._norm(plan, self.kv_heads) if attention.qk_norm else None
         self.core_attention = Sinks(heads) if attention.sinks else None
@@ -95,6 +99,8 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         q, k, v, gate = self._projected(x)
+        if self.norm_of_values is not None:
+            v = self.norm_of_values.apply(v, None, None)
         if self.norms_rotated:
             q, k = self._normed(*self._rotated(q, k, run))
         else:
@@ -138,7 +144,8 @@ class SelfAttention(nn.Module):
         """
         grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, sum(self.each), self.head_dim))
         # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
-        q, *gates, k, v = (part.flatten(2, 3) for part in grouped.split(self.each, -2))
+        q, *others = (part.flatten(2, 3) for part in grouped.split(self.each, -2))
+        *gates, k, v = (*others, others[-1]) if self.keys_are_values else others
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         return q, k, v, gates[0] if gates else None

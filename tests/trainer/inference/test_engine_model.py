@@ -74,6 +74,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
+    "gemma4_unified_text": (
+        "gemma4_unified_text",
+        {
+            "head_dim": 12,
+            "global_head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "gemma2": (
         "gemma2",
         {

@@ -266,6 +266,7 @@ COVERING = [
     Case("further tokens", cp=2, pp=2, options=how("p2p")),
     Case("gpt2", cp=4, options=TWO_LEVELS),
     Case("gemma3", cp=2, options=how("p2p")),
+    Case("gemma4", cp=2, options=how("a2a")),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, options=how(word), **layout)

@@ -53,6 +53,17 @@ MIXED = {
     "attention.qk_norm": False, "layers.mixer": ("mamba", "attention", "mamba", "attention"), "mamba.heads": 4, "mamba.head_dim": 6,
     "mamba.groups": 2, "mamba.state": 5,
 }  # fmt: skip
+GEMMA_4 = {
+    "layers.window": (8, None) * 2,
+    "positions.local_theta": 700.0,
+    "layers.head_dim": (None, 12) * 2,
+    "layers.kv_heads": (None, 4) * 2,
+    "layers.keys_as_values": (False, True) * 2,
+    "attention.qk_norm": True,
+    "attention.v_norm": True,
+    "norm.place": "both",
+    "layer_scale": True,
+}
 FEATURES = {
     "gpt2": MODELS["gpt2"],
     "llama": MODELS["llama"],
@@ -201,6 +212,10 @@ FEATURES = {
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),
+    **{
+        name: changed(replace(MODELS["qwen3"], family=name), GEMMA_4)
+        for name in ("gemma4_text", "gemma4_unified_text")
+    },
     "lfm2": changed(
         replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
     ),

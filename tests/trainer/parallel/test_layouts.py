@@ -35,6 +35,8 @@ COVERING = [
     Case("qwen3", tp=2, pp=2, vpp=2, kind="sgd"),
     Case("gpt2", dp=4, distributed=True),
     Case("gemma3", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("gemma4", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("gemma4", pp=2, vpp=2, dp=2, distributed=True, recompute=FULL),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
 ]

@@ -152,6 +152,10 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("glm_moe_dsa", Layout(1, 2, 1, 1, stage_layers=(1, 3))),
         ("llama4, norms of q and k", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("llama4, short chunks", Layout(1, 2, 1, 1, stage_layers=(1, 3))),
+        ("gemma4_unified_text", Layout(2, 1, stage_layers=(LAYERS,))),
+        pytest.param(
+            "gemma4_text, keys as values", Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow
+        ),
         *(
             pytest.param(name, Layout(2, 2, 1, 2, stage_layers=(1, 3)), marks=pytest.mark.slow)
             for name in (
