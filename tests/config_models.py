@@ -178,6 +178,7 @@ MISTRAL_YARN = {
     "llama_4_scaling_beta": 0.2,
 }
 MIXED: Raw = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 5}
+MUSE_LAYERS = ["sliding_attention", "full_attention"] * 2
 OWN_KEYS: dict[str, Raw] = {
     **{
         name: {"hidden_act": "gelu_pytorch_tanh"}
@@ -307,6 +308,14 @@ OWN_KEYS: dict[str, Raw] = {
         for name in ("biogpt", "gpt_bigcode")
     },
     **{name: {"hidden_act": "relu2"} for name in ("nanochat", "bitnet")},
+    "muse_glimmer_text": {"hidden_activation": "silu", "layer_types": MUSE_LAYERS},
+    "muse_spark_text": {
+        **SHARED_KEYS,
+        "num_local_experts": 6,
+        "moe_hidden_size": 20,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "layer_types": MUSE_LAYERS,
+    },
     "apertus": {"hidden_act": "xielu"},
     "apertus1p5_text": {"hidden_act": "xielu", "output_vocab_size": 96},
     "aria_text": {"moe_num_experts": 6, "moe_topk": 3},

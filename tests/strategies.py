@@ -236,6 +236,8 @@ BETWEEN_FILES = (
         "hy_v4",
         "qwen4_exp_text",
         "glm5_next_text",
+        "muse_glimmer_text",
+        "muse_spark_text",
     ),
 )
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
@@ -304,6 +306,8 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
     if family == "qwen4_exp_text":
         inputs = OF_QWEN_4
+    if family == "muse_spark_text":
+        inputs = {"experts.latent": 4, "residual_temperature": 0.3}
     if family in ("apertus1p5_text", "molmo2_text"):
         inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.families import family
 from megaconv.model.meaning import lost_fields
+from megaconv.model.table import canonical_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,3 +132,22 @@ class WholeModel:
         (output / "config.json").write_text(json.dumps(written))
         expected = hidden_states(self.load(source).model.language_model)
         assert torch.equal(hidden_states(self.load(output, "TextModel")), expected)
+
+
+def parameters_of_defaults(model: WholeModel) -> int:
+    """Elements of all tensors of a language model of transformers' default sizes, by its family's table."""
+    transformers = pytest.importorskip("transformers")
+    table = family(model.family)
+    raw = getattr(transformers, f"{model.classes}TextConfig")().to_dict()
+    shapes = canonical_shapes(table.rows, table.read_hf(raw))
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def parameters_of_class(model: WholeModel) -> int:
+    """The same by transformers' class, which has no head."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{model.classes}TextConfig")()
+    with torch.device("meta"):
+        language_model = getattr(transformers, f"{model.classes}TextModel")(config)
+    head = config.vocab_size * config.hidden_size
+    return head + sum(tensor.numel() for tensor in language_model.state_dict().values())

@@ -38,7 +38,7 @@ from megaconv.families.parts.latent_attention import LATENT_ATTENTION, LATENT_NO
 from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import rows_of
 from megaconv.families.parts.mtp import MTP_LEFT_OUT, mtp_apart
-from megaconv.families.parts.rope import rope
+from megaconv.families.parts.rope import rope, rope_in_one_object
 from megaconv.families.parts.row_changes import hf_only, with_modules, without_biases
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
@@ -114,23 +114,10 @@ def _write_bound(config: ModelConfig) -> Raw:
     return {"kda_safe_gate": True, "kda_lower_bound": bound}
 
 
-_ROTATION = rope(6000000.0)
-
-
-def _write_rope(config: ModelConfig) -> Raw:
-    """The keys of transformers 5, whose class has no rope_scaling."""
-    positions = config.positions
-    scaling = {"rope_type": "default", **(positions.scaling or {})}
-    return {
-        "rope_theta": positions.theta,
-        "rope_parameters": {**scaling, "rope_theta": positions.theta},
-    }
-
-
 _LINEAR_KEYS = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim", "short_conv_kernel_size")  # fmt: skip
 _MTP = "num_nextn_predict_layers"
 _BODY = body_keys(
-    positions=262144, ffn=6144, rotation=Keys(_ROTATION.names, _ROTATION.read, _write_rope), tokens=(None, 156895, 156892)
+    positions=262144, ffn=6144, rotation=rope_in_one_object(rope(6000000.0)), tokens=(None, 156895, 156892)
 )  # fmt: skip
 _KEYS = (
     *without_keys(_BODY, "max_position_embeddings"),

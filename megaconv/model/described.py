@@ -77,6 +77,9 @@ class DescribedModel:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    residual_temperature: float | None = None
+    """Temperature of the gates of residuals (Muse Spark): the sigmoid of a stored number, divided by it, gives the weights
+    of each element of a sublayer's input and output in their sum. None: both are added as they are."""
     residual_block: int = 0
     """Layers of a block of attention residuals (Kimi K3, arXiv 2607.24653): the input of each sublayer is a weighted sum
     of the outputs of all earlier blocks and of the own block's sum so far. 0: the plain sum of all earlier outputs."""

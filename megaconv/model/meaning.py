@@ -66,6 +66,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     yield from _of_mixers_without_effect(config)
     if config.norm.kind != "LayerNorm" or not config.norm.weight:
         yield "norm.bias"
+    yield from _of_single_norms_without_effect(config)
     if not config.parallel_residual:
         yield "norm.shared"
     if not config.indexer.pool:
@@ -115,10 +116,23 @@ def _of_positions_without_effect(config: ModelConfig) -> Iterator[str]:
         yield "layers.scales_positions"
 
 
+def _of_single_norms_without_effect(config: ModelConfig) -> Iterator[str]:
+    """The fields about single norms that the model doesn't have, or that are like all others."""
+    norm = config.norm
+    if not norm.embedding:
+        yield "norm.embedding_weight"
+    if norm.place not in ("after", "both"):
+        yield from ("norm.output_epsilon", "norm.scales_first")
+    if not norm.zero_centered:
+        yield "norm.plain_final"
+    if not config.experts.latent:
+        yield "experts.normed_latent"
+
+
 def _of_attention_without_effect(config: ModelConfig) -> Iterator[str]:
     attention = config.attention
     if not attention.qk_norm:
-        yield from (f"attention.qk_norm_{name}" for name in ("width", "bias", "rotated"))
+        yield from (f"attention.qk_norm_{name}" for name in ("width", "weight", "bias", "rotated"))
     if not attention.o_bias:
         yield "attention.o_bias_last"
     if not (attention.output_gate or attention.head_gate):

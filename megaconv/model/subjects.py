@@ -81,6 +81,12 @@ class Attention:
     qk_l2_norm: bool = False
     """True if q and k of rotating layers are divided by the root mean square of their elements: a norm without weights.
     """
+    qk_norm_weight: bool = True
+    """False if the norms of q and k have no trained values."""
+    query_factor: float | None = None
+    """A factor on queries after their norm; None for 1."""
+    output_norm: bool = False
+    """True if each head's output is normalized before its gate, by a norm without weights."""
     sinks: bool = False
     """True if each head has an attention sink: a logit in the softmax that takes weight and adds no value."""
     sinks_in_windows: bool = False
@@ -177,6 +183,15 @@ class Norm:
     """True if attention and the MLP of a layer have one norm before both. Only in models with parallel residuals."""
     embedding: bool = False
     """True if a norm follows the embedding."""
+    embedding_weight: bool = True
+    """False if that norm has no trained values."""
+    plain_final: bool = False
+    """True if the norm after the last layer multiplies by its weight, although the others multiply by theirs + 1."""
+    output_epsilon: float | None = None
+    """Epsilon of the norms after sublayers; None for the epsilon of all other norms."""
+    scales_first: bool = False
+    """True if the norm after the MLP or the experts multiplies by its weight before it normalizes, and the norm after
+    attention has no weight (Muse Spark)."""
     inner: bool = False
     """True if a norm is before the last matrix of attention and of the MLP, over all heads and over the whole width."""
     gate_rank: int = 0
@@ -253,6 +268,10 @@ class Experts:
     work on the hidden states."""
     latent_norm: bool = False
     """True if a norm is between the routed experts' weighted sum and the projection to the hidden states."""
+    normed_latent: bool = False
+    """True if a norm follows the projection to the routed experts' input, and another one the output of each expert."""
+    divided_logits: bool = False
+    """True if the router's logits are divided by head.divisor as well."""
     clamp: float | None = None
     """As mlp.clamp, in routed experts alone; None: no limits."""
     probs_on_input: bool = False

@@ -47,6 +47,8 @@ CONVERTED_ONLY = {
     "hy_v4": "several residual streams, layers that share an indexer's choice, and limits in experts alone",
     "kimi_k3": "Kimi delta attention with a bounded decay, and attention to the outputs of earlier blocks of layers",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
+    "muse_glimmer_text": "norms of q, k and the embedding without weights, and factors on queries",
+    "muse_spark_text": "gates of residuals, and experts with norms of another width",
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
     "lfm3": "short convolutions beside layers with a window, norms after them, and gates of whole heads",

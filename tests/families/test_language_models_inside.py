@@ -55,6 +55,8 @@ class Inside:
     family: str
     text: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] = field(default_factory=lambda: {"tp": 2, "pp": 2})
+    whole: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json beside text_config, in place of the usual ones."""
 
 
 MODELS = {
@@ -152,7 +154,7 @@ def create(model: Inside, directory: Path, vision: Mapping[str, Any] = MappingPr
         else {"vision_config": {"hidden_act": "silu", **VISION, **vision}}
     )
     config = AutoConfig.for_model(
-        model.model_type, text_config=text, tie_word_embeddings=False, **sense
+        model.model_type, text_config=text, tie_word_embeddings=False, **{**sense, **model.whole}
     )
     whole = AutoModelForMultimodalLM.from_config(config)
     for tensor in whole.state_dict().values():
@@ -207,6 +209,16 @@ BETWEEN_FILES = {
             "granite_docling",
             "granite",
             {"embedding_multiplier": 3.0, "logits_scaling": 2.0, **rope(5000.0)},
+        ),
+        Inside(
+            "granite4_vision",
+            "granite",
+            {"embedding_multiplier": 3.0, "logits_scaling": 2.0, **rope(5000.0)},
+            whole={
+                "vision_config": {**VISION, "hidden_size": 64, "model_type": "clip_vision_model"},
+                "deepstack_layer_map": [[0, 1]],
+                "downsample_rate": "1/2",
+            },
         ),
         Inside("hunyuan_vl", "hunyuan_v1_dense", {"head_dim": 8, **MROPE}),
     )

@@ -151,6 +151,8 @@ CAPS_LOGITS = (
     "gemma4_text",
     "gemma4_unified_text",
     "mistral_large4_text",
+    "muse_glimmer_text",
+    "muse_spark_text",
     "nanochat",
     "vaultgemma",
 )

@@ -36,6 +36,7 @@ SAME_AS = {
     "qwen2_5_omni_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_asr_text": "qwen3",
     "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
     "glm_ocr_text": "glm4", "paddleocr_vl_text": "llama", "paddleocr_vl": "llama", "granite_docling_text": "granite",
+    "granite4_vision_text": "granite",
     "hunyuan_vl_text": "hunyuan_v1_dense",
 }  # fmt: skip
 """model_type of a language model with its own type -> model_type of the equal text model. They are equal only for
@@ -90,6 +91,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
     "glm5_next_text": {"vocab_size": 154880, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "mistral_large4_text": {"vocab_size": 204800, "hidden_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64},
+    "muse_glimmer_text": {"vocab_size": 202048, "hidden_size": 6656, "num_hidden_layers": 52, "num_attention_heads": 32},
+    "muse_spark_text": {"vocab_size": 202048, "hidden_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 128},
     "qwen4_exp_text": {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},

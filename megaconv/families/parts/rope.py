@@ -48,6 +48,17 @@ def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
     return Keys(_ROPE_KEYS, read, write)
 
 
+def rope_in_one_object(rotation: Keys) -> Keys:
+    """The same keys, written as transformers 5 has them, for classes that read no others."""
+
+    def write(config: ModelConfig) -> Raw:
+        written = rotation.write(config)
+        scaling = written["rope_scaling"] or {"rope_type": "default"}
+        return {"rope_parameters": {**scaling, "rope_theta": written["rope_theta"]}}
+
+    return Keys(rotation.names, rotation.read, write)
+
+
 def partial_rotation(default: float) -> Keys:
     """The rotating share of each head. default: the share if the key is missing."""
     return Keys(
