@@ -628,6 +628,9 @@ GEMMA_4_EXPERTS = {
     "moe_intermediate_size": 24,
 }
 GEMMAS_4 = {
+    "gemma4_text, experts": Variant(
+        "gemma4_text", {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}, {"one expert": {"top_k_experts": 1}}
+    ),
     "gemma4_text, keys as values": Variant(
         "gemma4_text",
         {**GEMMA_4, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 2},
@@ -990,9 +993,6 @@ CONVERTED = {
         {**GEMMA_4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
          "use_double_wide_mlp": True},
         {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
-    ),
-    "gemma4_text, experts": Variant(
-        "gemma4_text", {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}, {"one expert": {"top_k_experts": 1}}
     ),
     "gemma4_unified_text, shared keys and values": Variant(
         "gemma4_unified_text", {**GEMMA_4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {"epsilon": {"rms_norm_eps": 1e-5}},

@@ -11,6 +11,7 @@ from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.mlp import MLP
 from megatron_lite.models.moe.experts import Mixture
+from megatron_lite.models.moe.own_norms import NormedMixture
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Norm, TensorGroup
@@ -74,10 +75,12 @@ class Layer(Residual):
         self.add_module(mixer.place, mixer.module()(plan, self.layer))
 
     def _add_mlp(self, plan: Plan, kind: str) -> None:
-        """Add the dense MLP, the experts after their norm, or nothing."""
+        """Add the dense MLP, the experts after their norm or with norms of their own, or nothing."""
         self.pre_mlp_layernorm, self.mlp = None, None
         self.has_experts = kind == "experts"
-        if kind == "experts":
+        if kind == "experts" and plan.config.experts.own_norms:
+            self.mlp = NormedMixture(plan, self.layer)
+        elif kind == "experts":
             if plan.config.norm.place != "after" and not self.shares_norm:
                 self.pre_mlp_layernorm = Norm(plan.config.hidden, plan.norm)
             self.mlp = Mixture(plan, self.layer)

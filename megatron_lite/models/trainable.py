@@ -82,7 +82,6 @@ NOT_COMPUTED = {
     "shared_index": "layers that share the positions that an indexer selected",
     "growing_queries": "queries that grow with the position by learned numbers",
     "scaled_frequencies": "learned factors on the frequencies of rope",
-    "expert_norms": "norms of the router's and the experts' own",
     "layer_inputs": "a second embedding, with a part for each layer",
     "normalized_head": "a head whose rows are divided by their lengths",
     "block_indexer": "indexers that select blocks of keys",

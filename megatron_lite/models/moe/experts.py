@@ -143,7 +143,7 @@ class Mixture(nn.Module):
         self.per_token = plan.config.experts.per_token
         self.padded_to = plan.options.balance.padded_to
         self.dispatch = DISPATCHERS[plan.options.dispatcher]
-        self.router = Router(plan, layer)
+        self.router = self.make_router(plan, layer)
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
         normed_after = plan.norm_after is not None or plan.config.norm.after_experts
@@ -152,9 +152,19 @@ class Mixture(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it would recompile for every other number of rows
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        mixed = self._routed(x, x, run)
+        made = mixed if self.shared_experts is None else mixed + self.shared_experts(x)
+        return made if self.post_layernorm is None else self.post_layernorm(made)
+
+    def make_router(self, plan: Plan, layer: int) -> Router:
+        """Return the router of a layer."""
+        return Router(plan, layer)
+
+    def _routed(self, routed: Tensor, x: Tensor, run: Pass) -> Tensor:
+        """Return the routed experts' output for x. routed: the router's input, as x [sequence (/ tp), batch, hidden]."""
         flat = x.flatten(0, 1)
-        weights, chosen = self.router(flat, x.shape[1], run.balance)
-        mixed = self.dispatch(
+        weights, chosen = self.router(routed.flatten(0, 1), x.shape[1], run.balance)
+        mixed: Tensor = self.dispatch(
             flat,
             weights,
             chosen,
@@ -162,9 +172,8 @@ class Mixture(nn.Module):
             self.ranks,
             self.experts,
             self._numbers(run, len(flat)),
-        ).view_as(x)
-        made = mixed if self.shared_experts is None else mixed + self.shared_experts(x)
-        return made if self.post_layernorm is None else self.post_layernorm(made)
+        )
+        return mixed.view_as(x)
 
     def _numbers(self, run: Pass, tokens: int) -> RowNumbers:
         """Return the source of numbers of rows. In training, it waits for the device once in a pass; with padding, never."""

@@ -51,6 +51,14 @@ GRANITE_HYBRID: dict[str, Any] = {
     "shared_intermediate_size": 40,
     "layer_types": ["mamba", "attention", "mamba", "mamba"],
 }
+GEMMA_4: dict[str, Any] = {
+    "head_dim": 12,
+    "global_head_dim": 16,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 3.0,
+}
+KEYS_AS_VALUES: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
@@ -74,16 +82,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 24,
         },
     ),
-    "gemma4_unified_text": (
-        "gemma4_unified_text",
+    "gemma4_unified_text": ("gemma4_unified_text", {**GEMMA_4, **KEYS_AS_VALUES}),
+    "gemma4_text, experts": (
+        "gemma4_text",
         {
-            "head_dim": 12,
-            "global_head_dim": 16,
-            "sliding_window": 7,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 2,
-            "final_logit_softcapping": 3.0,
+            **GEMMA_4,
+            **KEYS_AS_VALUES,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
         },
     ),
     "gemma2": (
@@ -335,7 +344,7 @@ LAYOUTS = {
 }  # fmt: skip
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
-    *("nemotron_h", "qwen3_next", "granite hybrid, experts"),
+    *("nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
 )
 FITTING = [
     (name, layout)

@@ -16,7 +16,7 @@ FINETUNE = (
     f"--mock-data --seq-length 16 --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --global-batch-size 4 --lr 1e-3 --fp32 "
     "--log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --train-iters 4"
 )
-DENSE = "gemma4_unified_text"
+DENSE, MIXTURE = "gemma4_unified_text", "gemma4_text, experts"
 
 
 def losses(directory: Path) -> list[float]:
@@ -32,6 +32,7 @@ def assert_transformers_computes_the_same(run: Path, exported: Path) -> None:
     ("name", "layouts"),
     [
         (DENSE, [(2, "--tp 2 --sequence-parallel --ckpt-format torch"), (2, "--pp 2")]),
+        (MIXTURE, [(2, "--ep 2 --use-distributed-optimizer"), (2, "--tp 2 --sequence-parallel")]),
     ],
 )
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(

@@ -212,10 +212,11 @@ FEATURES = {
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),
-    **{
-        name: changed(replace(MODELS["qwen3"], family=name), GEMMA_4)
-        for name in ("gemma4_text", "gemma4_unified_text")
-    },
+    "gemma4_text": changed(
+        replace(MODELS["qwen3"], family="gemma4_text"),
+        {**GEMMA_4, **EXPERTS, "experts.shared_ffn": 24, "experts.own_norms": True},
+    ),
+    "gemma4_unified_text": changed(replace(MODELS["qwen3"], family="gemma4_unified_text"), GEMMA_4),
     "lfm2": changed(
         replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
     ),

@@ -153,6 +153,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("llama4, norms of q and k", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("llama4, short chunks", Layout(1, 2, 1, 1, stage_layers=(1, 3))),
         ("gemma4_unified_text", Layout(2, 1, stage_layers=(LAYERS,))),
+        ("gemma4_text, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         pytest.param(
             "gemma4_text, keys as values", Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow
         ),
@@ -161,6 +162,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
             for name in (
                 *("olmoe", "minimax_m2", "ernie4_5_moe", "exaone_moe"),
                 *("deepseek_v32, yarn", "glm_moe_dsa", "llama4, short chunks"),
+                "gemma4_text, experts",
             )
         ),
         *(
