@@ -162,7 +162,7 @@ def delta_by(
         return y.to(v.dtype), last.float()
     # The kernel takes the documents of one row only. Therefore all rows are joined to one.
     joined = [each.flatten(0, 1).unsqueeze(0) for each in inputs]
-    limits = _document_limits(documents)
+    limits = _document_limits(documents) if ends is None else ends
     y, last_states = kernel(
         *joined, scale=1.0, initial_state=state, output_final_state=True, cu_seqlens=limits
     )

@@ -226,6 +226,27 @@ def test_all_layers_give_the_same_ends_of_documents(monkeypatch: pytest.MonkeyPa
     assert kept[0].tolist() == [0, 5, 16, 32]
 
 
+def test_a_kernel_gets_the_ends_of_documents_that_all_layers_share() -> None:
+    """Ends that it finds in the documents itself cost one more wait for the GPU in each layer."""
+    got = []
+
+    def rule(**given: Any) -> Any:
+        got.append(given["cu_seqlens"])
+        return rule_of_fla(**given)
+
+    documents = ((4, 1, 1, 14), (20,))
+    shape = Shape(2, 20, 1, 1, 1, 1, 1, documents)
+    *inputs, _ = of_delta(shape, torch.float32)
+    ends = torch.tensor([0, 4, 5, 6, 20, 40])
+    numbers = numbers_of(shape)
+    by_fla = with_defaults(rule, DELTA)
+    found = delta_by(by_fla, *inputs, documents=numbers, ends=ends, state=None)
+    assert_close(found, delta_by(by_fla, *inputs, documents=numbers, state=None))
+    given, from_documents = got
+    assert given is ends
+    assert torch.equal(from_documents, ends)
+
+
 def test_no_package_is_imported_for_a_tensor_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention can be imported without a GPU, and fails at its first call."""
 
