@@ -63,7 +63,8 @@ class _Again:
 def recomputed(function: Callable[..., Any], *inputs: Tensor, **others: Any) -> Any:
     """function(*inputs, **others), of which only the inputs are kept; the backward pass computes it again.
 
-    The inside of a scan takes many times the memory of its inputs. function: without random numbers.
+    The inside of a scan in torch takes many times the memory of its inputs. A package's kernel keeps its inputs alone, and
+    needs no recomputation. function: without random numbers.
     """
     if not torch.is_grad_enabled():
         return function(*inputs, **others)

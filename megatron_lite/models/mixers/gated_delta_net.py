@@ -7,6 +7,7 @@
 Source: modeling_qwen3_next.py of transformers 5; gated_delta_net.py of megatron-core 0.16.1.
 """
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.recompute import recomputed
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
+from megatron_lite.models.state_space.kernels import delta_kernel
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
@@ -128,9 +130,9 @@ class GatedDeltaNet(nn.Module):
         by_row = [each.transpose(0, 1) for each in (q, k, v, decay, beta)]
         documents = None if packed is None else packed.numbers
         ends = None if packed is None else packed.ends
-        y, state = recomputed(
-            gated_delta_rule, *by_row, documents=documents, ends=ends, state=state
-        )
+        rule = partial(gated_delta_rule, documents=documents, ends=ends, state=state)
+        by_kernel = delta_kernel(by_row[2], documents, state) is not None
+        y, state = rule(*by_row) if by_kernel else recomputed(rule, *by_row)
         return y.transpose(0, 1), state
 
     def _by_head(self, inner: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,6 +7,7 @@ Tensor parallelism shards heads and groups, so that each norm lies on one rank. 
 transformers 5; mamba_mixer.py of megatron-core 0.16.1.
 """
 
+from functools import partial
 from math import inf
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from megatron_lite.models.mixers.heads_over_context import (
 from megatron_lite.models.mixers.state_parameters import CONVOLUTION, MAMBA_IN_FLOAT32
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.recompute import recomputed
+from megatron_lite.models.state_space.kernels import scan_kernel
 from megatron_lite.models.state_space.mamba2 import ssd, ssd_step
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
@@ -139,5 +141,8 @@ def _scan(
         return y.unsqueeze(0), state
     inputs, times = x.transpose(0, 1), steps.transpose(0, 1)
     keys, queries = b.transpose(0, 1), c.transpose(0, 1)
-    y, state = recomputed(ssd, inputs, times, a, keys, queries, d, documents=documents, state=state)
+    scan = partial(ssd, documents=documents, state=state)
+    given = inputs, times, a, keys, queries, d
+    by_kernel = scan_kernel(inputs, documents, state) is not None
+    y, state = scan(*given) if by_kernel else recomputed(scan, *given)
     return y.transpose(0, 1), state

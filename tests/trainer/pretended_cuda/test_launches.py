@@ -25,7 +25,20 @@ EXPERTS = {
     "experts.per_token": 2,
     "experts.ffn": 14336,
 }
-MODELS = {"llama": LLAMA_8B, "mixtral": LLAMA_8B | EXPERTS}
+MAMBA = {
+    "layers.mixer": "mamba", "layers.mlp": "none", "positions.kind": "none", "mamba.heads": 128, "mamba.head_dim": 64,
+    "mamba.groups": 8, "mamba.state": 128,
+}  # fmt: skip
+DELTA_NET = {
+    "layers.mixer": "linear", "linear.key_heads": 16, "linear.value_heads": 32, "linear.key_dim": 128, "linear.value_dim": 128,
+    "linear.conv": 4, "attention.qk_norm": True, "attention.output_gate": True, "norm.zero_centered": True,
+}  # fmt: skip
+MODELS = {
+    "llama": LLAMA_8B,
+    "mixtral": LLAMA_8B | EXPERTS,
+    "mamba2": LLAMA_8B | MAMBA,
+    "qwen3_5": LLAMA_8B | DELTA_NET,
+}
 DROPPING = Balancing(capacity_factor=1.25)
 PADDED = Balancing(capacity_factor=1.25, pads=True)
 SEQUENCE = 8192
@@ -96,3 +109,11 @@ def test_a_layer_of_experts_has_few_launches_and_no_wait_if_they_are_padded(
     assert sum(of_layer.values()) <= budget, of_layer
     assert of_layer["_grouped_mm"] == (8 if recompute.granularity else 6)
     assert sum(waits_of_two.values()) - sum(waits_of_one.values()) == waits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "budget"), [("mamba2", 1265), ("qwen3_5", 3000)])
+def test_launches_of_a_scan_in_torch(gpu_world: PretendedWorld, model: str, budget: int) -> None:
+    """States pass through 128 chunks one after the other: forward, once more for the backward pass, and back."""
+    one, two = (gpu_world.run(1, _launches, layers, Recompute(), model)[0][0] for layers in (1, 2))
+    assert sum((two - one).values()) <= budget
