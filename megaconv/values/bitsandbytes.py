@@ -1,6 +1,7 @@
 """Reads bitsandbytes' checkpoints of 4 and 8 bits (NF4, FP4, LLM.int8) as plain weights.
 
-    4 bits          X.weight [elements / 2, 1] uint8: two numbers in each byte, the high four bits first
+    4 bits          X.weight [elements / 2, 1] uint8: two numbers in each byte, the high four bits first. The same
+                    bytes may be stored as another dtype (bnb_4bit_quant_storage), such as [elements / 4, 1] bfloat16
                     X.weight.quant_map [16] float32: the value of each number
                     X.weight.absmax [blocks] float32: the scale of each block of elements
                     X.weight.quant_state.bitsandbytes__nf4 (or __fp4) uint8: JSON with shape, blocksize and others
@@ -20,7 +21,7 @@ from math import prod
 from typing import Any
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape, read_tensor
 from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.model.check import well_formed
 from megaconv.values.beside_weights import fitting, needed
@@ -47,8 +48,12 @@ def dequantize(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dic
     beside = {name for weight in tensors for name in _parts_of(weight, tensors)}
     quantized = [name for name in tensors if _is_quantized(name, tensors)]
     found = {name: tensor for name, tensor in tensors.items() if name not in beside}
+    for name in found:
+        module, state, _ = name.rpartition(".quant_state.")
+        if state:
+            needed(module, tensors, where)
     for name in quantized:
-        is_wide = tensors[name].dtype == "int8"
+        is_wide = tensors[name].dtype == "int8" and not _has_state(name, tensors)
         found[name] = (_from_8_bits if is_wide else _from_4_bits)(name, tensors, dtype, where)
     _log.warning(
         "%s: %d weights were rounded to 4 or 8 bits before: they are not those of the original model",
@@ -101,7 +106,7 @@ class FourBitTensor:
     """A tensor whose elements are numbers of 4 bits, in blocks of neighbors with a scale each."""
 
     packed: LazyTensor
-    """[elements / 2, 1] bytes."""
+    """[elements / 2 / itemsize, 1] of any dtype."""
     values: LazyTensor
     """[16] float32: the value of each number."""
     scales: NestedScales | PlainScales
@@ -121,10 +126,11 @@ class FourBitTensor:
 
     def _between(self, start: int, end: int) -> Floats:
         """The elements from start to end, in the order of the file: float32 [end - start]."""
-        first_byte = start // 2
-        pairs = read_bytes(self.packed, Box(first_byte, -(-end // 2), 0, 1)).reshape(-1)
+        size = ITEMSIZE[self.packed.dtype]
+        first, last = start // (2 * size), -(-end // (2 * size))
+        pairs = read_bytes(self.packed, Box(first, last, 0, 1), size).reshape(-1)
         numbers = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)
-        begin = start - 2 * first_byte
+        begin = start - 2 * size * first
         values: Floats = self._values[numbers[begin : begin + end - start]]
         blocks = np.arange(start, end) // self.block
         scales = self.scales.between(int(blocks[0]), int(blocks[-1]) + 1)
@@ -162,7 +168,12 @@ def _floats(tensor: LazyTensor, first: int, last: int) -> Floats:
 
 
 def _is_quantized(name: str, tensors: Mapping[str, LazyTensor]) -> bool:
-    return name.endswith(_WEIGHT) and tensors[name].dtype in ("uint8", "int8")
+    is_integer = tensors[name].dtype in ("uint8", "int8")
+    return _has_state(name, tensors) or (name.endswith(_WEIGHT) and is_integer)
+
+
+def _has_state(name: str, tensors: Mapping[str, LazyTensor]) -> bool:
+    return any(name + end in tensors for end in _STATES)
 
 
 def _parts_of(name: str, tensors: Mapping[str, LazyTensor]) -> list[str]:
@@ -227,7 +238,9 @@ def _from_4_bits(
     def part(end: str, shape: Shape, kind: str) -> LazyTensor:
         return fitting(name + end, tensors, shape, kind, where)
 
-    packed = part("", (-(-count // 2), 1), "uint8")
+    stored_as = tensors[name].dtype
+    bytes_of_element = ITEMSIZE[stored_as]
+    packed = part("", (-(-count // (2 * bytes_of_element)), 1), stored_as)
     values = part(_MAP, (16,), "float32")
     scales: NestedScales | PlainScales
     if state.nested_block:

@@ -139,8 +139,9 @@ def dequantize(
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        has_weight = module + _WEIGHT in tensors or module + _PACKED in tensors
-        if name in left_out or (last in _BESIDE and has_weight):
+        if last in _BESIDE and module + _WEIGHT not in tensors:
+            needed(module + _PACKED, tensors, where)
+        if name in left_out or last in _BESIDE:
             continue
         if last == "weight_packed":
             require_one_form(module + _WEIGHT, name, tensors, where)

@@ -108,7 +108,9 @@ def dequantize(
         if last == "qweight":
             require_one_form(f"{module}.weight", name, tensors, where)
             found[f"{module}.weight"] = _plain(module, tensors, settings, dtype, where)
-        elif f".{last}" not in (_ZEROS, _SCALES, _GROUPS) or module + _WORDS not in tensors:
+        elif f".{last}" in (_ZEROS, _GROUPS):
+            needed(module + _WORDS, tensors, where)
+        elif last != "scales" or module + _WORDS not in tensors:
             found[name] = tensor
     _log.warning(
         "%s: %d weights were rounded to %d bits before: they are not those of the original model",

@@ -28,7 +28,7 @@ from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import quant_method, quantization
 from megaconv.values import compressed_tensors, modelopt
-from megaconv.values.beside_weights import require_one_form
+from megaconv.values.beside_weights import needed, require_one_form
 from megaconv.values.cast import CastTensor
 from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
 from megaconv.values.scaled import ScaledTensor
@@ -108,6 +108,8 @@ def _from_fp8(
     is_v4 = any(scale.endswith(_V4_SCALE) for scale in are_scales)
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
+        if name.endswith(_SCALE_INV):
+            needed(name.removesuffix(_SCALE_INV), tensors, where)
         if name in are_scales:
             continue
         scale_name = scale_names[name]

@@ -49,6 +49,27 @@ def test_values_are_those_of_bitsandbytes_in_any_rectangle(name: str) -> None:
         assert_same(in_rectangles(weight, height, width), expected)
 
 
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32, torch.int8])
+@pytest.mark.parametrize("name", ["nf4", "nf4_nested", "fp4"])
+def test_bytes_may_be_stored_as_another_dtype(name: str, storage: torch.dtype) -> None:
+    """As bnb_4bit_quant_storage says, for FSDP."""
+    parts, expected = golden(name)
+    packed = parts[f"{name}.weight"].reshape(-1)
+    parts[f"{name}.weight"] = packed.view(storage).reshape(-1, 1)
+    (weight,) = read(parts, str(expected.dtype).removeprefix("torch.")).values()
+    assert_same(as_torch(weight), expected)
+    assert_same(in_rectangles(weight, 3, 5), expected)
+
+
+def test_a_parameter_of_another_name_is_read_by_its_state() -> None:
+    """Experts in one tensor aren't called weight."""
+    parts, expected = golden("nf4")
+    renamed = {key.replace("nf4.weight", "experts.down_proj"): parts[key] for key in parts}
+    found = read(renamed, str(expected.dtype).removeprefix("torch."))
+    assert list(found) == ["experts.down_proj"]
+    assert_same(as_torch(found["experts.down_proj"]), expected)
+
+
 def as_json(**state: Any) -> torch.Tensor:
     return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
 
@@ -56,6 +77,8 @@ def as_json(**state: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "change", "error", "words"),
     [
+        ("nf4", {"nf4.weight": None}, TensorMismatch, "there is no nf4.weight"),
+        ("nf4", {"nf4.weight": torch.ones(8, 256)}, TensorMismatch, r"nf4.weight is \[8, 256\] float32; expected \[256, 1\] float32"),
         ("nf4", {STATE: None}, TensorMismatch, f"there is no {STATE}"),
         ("nf4", {"nf4.weight.absmax": None}, TensorMismatch, "there is no nf4.weight.absmax"),
         ("nf4", {"nf4.weight.quant_map": torch.ones(8)}, TensorMismatch, r"expected \[16\] float32"),

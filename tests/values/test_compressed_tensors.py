@@ -161,6 +161,8 @@ def test_zero_points_that_do_not_fit_are_named(preset: str, shape: tuple[int, in
         ("int8-channel", {"symmetric": False}, (), r"there is no x\.weight_zero_point"),
         ("int4-group", {}, ("weight_scale",), r"there is no x\.weight_scale"),
         ("int8-channel", {}, ("weight_scale",), r"there is no x\.weight_scale"),
+        ("int4-group", {}, ("weight_packed",), r"there is no x\.weight_packed"),
+        ("int8-channel", {}, ("weight",), r"there is no x\.weight_packed"),
     ],
 )
 def test_a_part_that_the_settings_ask_for_is_not_left_out(
@@ -181,12 +183,6 @@ def test_two_forms_of_one_weight_are_refused() -> None:
     config = {"quantization_config": SCHEMES["int4-channel"]}
     with pytest.raises(TensorMismatch, match=r"holds x\.weight and x\.weight_packed, two forms"):
         dequantize(tensors, config, "bfloat16", "here")
-
-
-def test_scales_of_no_weight_stay_for_the_table_to_refuse() -> None:
-    config = {"quantization_config": SCHEMES["int4-channel"]}
-    found = dequantize({"y.weight_scale": as_lazy(torch.ones(3))}, config, "bfloat16", "here")
-    assert found.keys() == {"y.weight_scale"}
 
 
 def test_scales_of_mxfp4_that_do_not_fit_are_named() -> None:

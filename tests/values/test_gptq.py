@@ -198,6 +198,8 @@ def test_a_setting_of_a_wrong_kind_is_named(key: str, value: object, words: str)
     [
         ("gptq", {"scales": None}, "there is no x.scales"),
         ("gptq", {"qzeros": None}, "there is no x.qzeros"),
+        ("gptq", {"qweight": None}, "there is no x.qweight"),
+        ("awq", {"qweight": None}, "there is no x.qweight"),
         ("gptq", {"qweight": torch.zeros(8, 24)}, r"expected int32 with floats \[groups, 24\]"),
         ("gptq", {"qzeros": torch.zeros(4, 4, dtype=torch.int32)}, r"x.qzeros is \[4, 4\] int32; expected \[4, 3\] int32"),
         ("gptq", {"g_idx": torch.zeros(63, dtype=torch.int32)}, r"x.g_idx is \[63\] int32; expected \[64\] int32"),

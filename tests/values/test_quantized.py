@@ -199,6 +199,9 @@ def test_fp8_and_mxfp4_without_scales_are_refused() -> None:
     for dtype, kind in (("float8_e4m3fn", "fp8"), ("int8", "fp4")):
         with pytest.raises(TensorMismatch, match=rf"y\.weight is {kind}, and there is no y\.scale"):
             dequantize(v4 | {"y.weight": array((8, 8), dtype)}, fp8_config(4, 4), None, "here")
+    orphan = {"x.weight_scale_inv": array((2, 2), "float32")}
+    with pytest.raises(TensorMismatch, match=r"there is no x\.weight$"):
+        dequantize(orphan, fp8_config(4, 4), None, "here")
     both = {name: array((2, 2, 16), "uint8") for name in ("x", "x_blocks")}
     with pytest.raises(TensorMismatch, match="holds x and x_blocks, two forms of one weight"):
         dequantize(both, {"quantization_config": {"quant_method": "mxfp4"}}, None, "here")
