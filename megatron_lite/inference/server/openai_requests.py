@@ -51,12 +51,18 @@ class Wanted:
     grammar: Grammar | None = None
     """The form of the answers."""
     tools: Tools | None = None
+    varies: bool = False
+    """True if the client gave no seed, so that equal prompts need not have equal answers."""
 
     def requests(self, stop_ids: frozenset[int]) -> list[Request]:
-        """Return the requests; choices of one prompt are adjacent, and each has a different seed."""
+        """Return the requests; choices of one prompt are adjacent, and each has a different seed.
+
+        Without a seed of the client, each prompt has another seed too, because clients repeat a prompt to sample it.
+        """
         found = []
-        for prompt in self.prompts:
-            for choice in range(self.choices):
+        for number, prompt in enumerate(self.prompts):
+            first = number * self.choices if self.varies else 0
+            for choice in range(first, first + self.choices):
                 request = Request(
                     prompt,
                     self.max_tokens,
@@ -164,6 +170,7 @@ def _shared(
         model=model,
         adapter=adapter,
         grammar=grammar,
+        varies=seed is None,
     )
 
 

@@ -184,6 +184,13 @@ def test_choices_differ_and_a_seed_repeats_them(serving: Serving) -> None:
     assert len(set(texts)) > 1
 
 
+def test_a_prompt_that_is_repeated_without_a_seed_has_several_answers(serving: Serving) -> None:
+    body = {"prompt": ["Hello"] * 4, "max_tokens": 6, "temperature": 1.5}
+    for seed, distinct in ((None, 4), (5, 1)):
+        found = serving.ask("/v1/completions", body | ({} if seed is None else {"seed": seed}))[1]
+        assert len({choice["text"] for choice in found["choices"]}) == distinct
+
+
 def test_megatrons_route_answers_as_megatron_does(
     serving: Serving, model: tuple[Path, Any]
 ) -> None:
