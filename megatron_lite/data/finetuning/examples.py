@@ -105,13 +105,20 @@ class PairPieces(Pieces):
 
 
 def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
-    """Return the pieces of pairs. A pair is dropped if either answer has nothing left to learn."""
+    """Return the pieces of pairs. A pair is dropped if either answer has nothing left to learn, or if both answers
+    begin alike and only the equal beginnings are left."""
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
     # Number of learned tokens before each position.
     before = np.concatenate(([0], np.cumsum(examples.learned)))
-    whole = (before[kept] > before[starts + 1]).all(1)
+    whole = np.asarray((before[kept] > before[starts + 1]).all(1))
+    for pair in np.flatnonzero((kept < ends).any(1)):
+        chosen, rejected = (
+            examples.tokens[first:last]
+            for first, last in zip(starts[pair], kept[pair], strict=True)
+        )
+        whole[pair] &= not np.array_equal(chosen, rejected)
     dropped = int((~whole).sum())
     is_cut = (kept < ends)[whole].any(1)
     cut = int(is_cut.sum())

@@ -273,6 +273,16 @@ def test_a_pair_is_two_rows_cut_alike_and_dropped_whole(tmp_path: Path) -> None:
     assert sample.loss_mask.tolist() == [[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]
 
 
+def test_a_pair_whose_answers_differ_only_after_the_cut_is_dropped(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "1", "chosen": "2 3 4 5 6 7", "rejected": "2 3 4 5 6 8"},
+        {"prompt": "1", "chosen": "2 3 4 5 6 7", "rejected": "2 3 4 9 6 7"},
+    ]
+    pieces = pairs_for(read(tmp_path, records), 5)
+    assert (len(pieces), pieces.cut, pieces.dropped) == (1, 1, 1)
+    assert len(pairs_for(read(tmp_path, records), 8)) == 2
+
+
 def test_every_pair_is_drawn_once_an_epoch_in_an_order_of_the_seed(tmp_path: Path) -> None:
     records = [{"prompt": "1", "chosen": str(number + 2), "rejected": "50"} for number in range(20)]
     pieces = pairs_for(read(tmp_path, records), 8)
