@@ -45,6 +45,8 @@ class Progress:
     flops: float = 0.0
     engine: Mapping[str, Any] | None = None
     """Engine.state(): number of updates and loss scale. In a checkpoint also FP8 histories (amax.py). None: a new optimizer."""
+    data: str | None = None
+    """TrainingData.identity() of the run that saved the checkpoint."""
 
     @property
     def updates(self) -> int:

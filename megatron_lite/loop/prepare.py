@@ -102,6 +102,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     datasets = _load(basis, engine, datasets, setup)
     feeder = basis.objective.feeder(engine, basis.start, data, setup)
     saver = _saver(basis, setup)
+    identity = all_or_none(lambda: data.identity(setup))
     run = Run(
         settings=settings,
         config=setup.config,
@@ -118,11 +119,16 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
         saver=saver,
         sinks=sinks,
         stop=Stop(speaks=place.rank == 0, saves=saver is not None),
-        progress=basis.progress,
+        progress=replace(basis.progress, data=identity),
         exam=data.exam(setup),
         saved=basis.progress.iteration or None,
     )
     introduce(run, basis.start, basis.adapters, setup.tokenizer, basis.former_dtype)
+    if basis.progress.iteration and basis.progress.data not in (None, identity):
+        run.say(
+            "changed since the checkpoint: the training data or their tokenizer; the run takes the samples that are next "
+            "in the new order, so some may come again and others never"
+        )
     for line in data.introduction(setup, datasets[0]):
         run.say(line)
     return run

@@ -7,8 +7,9 @@ from pathlib import Path
 from formats.wording import counted
 from megaconv.options.values import byte_size
 from megatron_lite.checkpoint.state import Progress
-from megatron_lite.data.corpora import parse_split
+from megatron_lite.data.corpora import parse_corpora, parse_split
 from megatron_lite.data.datasets import DEFAULT_SPLIT, DataOptions, Sampling, build_datasets
+from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.named_corpora import read_names, with_prefixes
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.stored import DataCache
@@ -42,6 +43,16 @@ class Corpus(TrainingData):
     def datasets(self, setup: Setup, samples: Sequence[int]) -> list[Dataset | None]:
         options = _options(setup.settings, setup.sizes)
         return build_datasets(options, setup.tokenizer, samples, self.sampling(setup))
+
+    def identity(self, setup: Setup) -> str | None:
+        """See TrainingData.identity. It is a hash of the documents' lengths, because tokens are too many to be read."""
+        options = _options(setup.settings, setup.sizes)
+        words = options.data_path or options.train_data_path
+        if not words:
+            return None
+        cache = DataCache(options.data_cache_path, options.data_cache_bytes)
+        opened = [cache.dataset(prefix) for prefix in parse_corpora(words).prefixes]
+        return cache_key(parts=[cache_key(lengths=corpus.lengths) for corpus in opened])
 
 
 def _samples_of_an_epoch(settings: Settings, seq: int) -> int:

@@ -22,6 +22,7 @@ from megatron_lite.data.finetuning.examples import (
     read_examples,
 )
 from megatron_lite.data.finetuning.preview import preview
+from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.objectives.epochs import evaluations, training_length
@@ -123,6 +124,11 @@ class ExampleData(TrainingData):
             settings.training.seed,
             samples,
         )
+
+    def identity(self, setup: Setup) -> str:
+        """See TrainingData.identity. It is a hash of all tokens."""
+        examples = self.train
+        return cache_key(tokens=examples.tokens, learned=examples.learned, bounds=examples.bounds)
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of the data, and warnings about examples that were left out."""

@@ -69,6 +69,10 @@ class TrainingData(ABC):
         samples: the least number drawn from each. Raises UsageError, CorruptCheckpoint.
         """
 
+    def identity(self, setup: Setup) -> str | None:
+        """Return a hash of the training data, which changes with files and tokenizer; None: it isn't known."""
+        return None
+
     def exam(self, setup: Setup) -> Exam | None:
         """Return the measurement after each epoch; None: there is none."""
         return None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import megaconv
+from megatron_lite.data import preprocess
 from tests.trainer.data.vocabularies import gpt2_files
 from tests.trainer.loop.launches import LLAMA, launch, train
 
@@ -44,6 +45,23 @@ def test_iterations_are_iterations_also_after_the_batch_has_changed(tmp_path: Pa
     )
     again = train(tmp_path, 1, command)
     assert "nothing left: the run has made its 4 steps, 24 samples" in again.log(0)
+
+
+@pytest.mark.parametrize("kind", ["examples", "corpus"])
+def test_other_data_under_the_same_name_are_pointed_out(kind: str, tmp_path: Path) -> None:
+    flag = {"examples": "--finetune-data data.jsonl", "corpus": "--data-path data_text_document"}
+    command = f"{SAVED} --resume --train-iters".replace("--mock-data", flag[kind])
+    logs = []
+    for steps, words in ((2, "1 2 3 4 5 6 7 8 9"), (3, "1 2 3 4 5 6 7 8 9"), (4, "1 2 3 4 9 8 7")):
+        (tmp_path / "data.jsonl").write_text(f'{{"text": "{words}"}}\n' * 16)
+        if kind == "corpus":
+            preprocess.main(
+                ["--input", str(tmp_path / "data.jsonl"), "--output-prefix", str(tmp_path / "data"),
+                 "--tokenizer-type", "NullTokenizer", "--vocab-size", "59", "--overwrite"]
+            )  # fmt: skip
+        logs.append(train(tmp_path, 1, f"{command} {steps}").log(0))
+    has_line = ["changed since the checkpoint: the training data" in log for log in logs]
+    assert has_line == [False, False, True]
 
 
 def test_a_run_of_samples_says_when_none_are_left(tmp_path: Path) -> None:
