@@ -111,6 +111,13 @@ def _policy(settings: Settings) -> Judged:
             differs,
             f"--grpo generates one token at a time, not with {flag_name(name)}; leave it out",
         )
+    parallel = settings.parallel
+    parts = parallel.expert_tensor_parallel_size or 1
+    shares_experts = parallel.expert_model_parallel_size * parts > 1
+    yield (
+        shares_experts and parallel.moe_token_dispatcher_type == "allgather",
+        "--moe-token-dispatcher-type allgather needs equal ranks, but completions of --grpo differ in length; take alltoall",
+    )
 
 
 def _policy_numbers(grpo: Grpo) -> Judged:

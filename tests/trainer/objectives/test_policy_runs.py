@@ -159,6 +159,14 @@ def test_a_mixture_answers_chats_that_several_functions_judge(layout: str, tmp_p
         ("--grpo --finetune-data p.jsonl", "--grpo needs --reward FILE.py:FUNCTION"),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --dpo", "--grpo and --dpo are two objectives"),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --sequence-parallel --tp 2", "not with --sequence-parallel; leave it out"),
+        (
+            "--grpo --finetune-data p.jsonl --reward a.py:f --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+            "not with --moe-pad-expert-input-to-capacity; leave it out",
+        ),
+        (
+            "--grpo --finetune-data p.jsonl --reward a.py:f --ep 2 --moe-token-dispatcher-type allgather",
+            "completions of --grpo differ in length; take alltoall",
+        ),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(
