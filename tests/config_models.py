@@ -308,6 +308,19 @@ OWN_KEYS: dict[str, Raw] = {
         for name in ("biogpt", "gpt_bigcode")
     },
     **{name: {"hidden_act": "relu2"} for name in ("nanochat", "bitnet")},
+    **{
+        name: {"state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-5}
+        for name in ("mamba", "falcon_mamba")
+    },
+    "jamba": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "mamba_dt_rank": 6,
+    },
     "muse_glimmer_text": {"hidden_activation": "silu", "layer_types": MUSE_LAYERS},
     "muse_spark_text": {
         **SHARED_KEYS,

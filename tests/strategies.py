@@ -236,6 +236,9 @@ BETWEEN_FILES = (
         "hy_v4",
         "qwen4_exp_text",
         "glm5_next_text",
+        "mamba",
+        "falcon_mamba",
+        "jamba",
         "muse_glimmer_text",
         "muse_spark_text",
     ),
@@ -306,6 +309,9 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
     if family == "qwen4_exp_text":
         inputs = OF_QWEN_4
+    if family in ("mamba", "falcon_mamba", "jamba"):
+        sizes = {"width": 8, "state": 3, "conv": 4, "rank": 2}
+        inputs = {f"mamba1.{name}": size for name, size in sizes.items()}
     if family == "muse_spark_text":
         inputs = {"experts.latent": 4, "residual_temperature": 0.3}
     if family in ("apertus1p5_text", "molmo2_text"):

@@ -866,6 +866,10 @@ UNTRAINED = {
     ),
 }  # fmt: skip
 """Models that Megatron core computes, and that the trainer doesn't train."""
+MAMBA_1: dict[str, Any] = {
+    "intermediate_size": 96, "state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-3,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 CONVERTED = {
     **GEMMAS_4,
     "apertus": Variant(
@@ -876,6 +880,25 @@ CONVERTED = {
         "glm_moe_dsa",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
         {"all positions": {"index_topk": 64}, "epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+    **{
+        kind: Variant(
+            kind, {**MAMBA_1, "use_bias": True},
+            {"epsilon": {"layer_norm_epsilon": 1e-5}, **others},
+        )
+        for kind, others in (("mamba", {}), ("falcon_mamba", {"epsilon of the mixer": {"mixer_rms_eps": 1e-2}}))
+    },
+    "mamba, tied": Variant("mamba", {**MAMBA_1, "use_conv_bias": False, "tie_word_embeddings": True}),
+    "jamba": Variant(
+        "jamba",
+        {"attn_layer_period": 3, "attn_layer_offset": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "num_experts": 4,
+         "num_experts_per_tok": 2},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "one expert": {"num_experts_per_tok": 1}},
+    ),
+    "jamba, dense": Variant(
+        "jamba",
+        {"num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3, "attn_layer_period": 2,
+         "attn_layer_offset": 0},
     ),
     "axk2": Variant(
         "axk2",

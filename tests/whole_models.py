@@ -17,7 +17,7 @@ from megaconv.model.meaning import lost_fields
 from megaconv.model.table import canonical_shapes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def load_class(directory: Path, name: str, **options: Any) -> "PreTrainedModel":
@@ -134,20 +134,17 @@ class WholeModel:
         assert torch.equal(hidden_states(self.load(output, "TextModel")), expected)
 
 
-def parameters_of_defaults(model: WholeModel) -> int:
-    """Elements of all tensors of a language model of transformers' default sizes, by its family's table."""
-    transformers = pytest.importorskip("transformers")
-    table = family(model.family)
-    raw = getattr(transformers, f"{model.classes}TextConfig")().to_dict()
+def elements_by_table(name: str, raw: Mapping[str, Any]) -> int:
+    """Elements of all tensors of a model of a family, by the family's table. raw: its config.json."""
+    table = family(name)
     shapes = canonical_shapes(table.rows, table.read_hf(raw))
     return sum(prod(shape) for shape in shapes.values())
 
 
-def parameters_of_class(model: WholeModel) -> int:
-    """The same by transformers' class, which has no head."""
+def elements_of_class(name: str, config: "PretrainedConfig") -> int:
+    """Elements of all tensors that a class of transformers saves. A tied head counts once."""
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{model.classes}TextConfig")()
     with torch.device("meta"):
-        language_model = getattr(transformers, f"{model.classes}TextModel")(config)
-    head = config.vocab_size * config.hidden_size
-    return head + sum(tensor.numel() for tensor in language_model.state_dict().values())
+        model = getattr(transformers, name)(config)
+    tensors = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}
+    return sum(tensor.numel() for tensor in tensors.values())

@@ -1,30 +1,23 @@
-"""Pure Mamba 2: Codestral Mamba and the models of state-spaces. Each layer is a mixer, without an MLP.
-
-A pure Mamba has no attention, no MLP and no table of positions. Megatron's arguments need numbers for them all the same.
-These numbers change nothing, and tensor-parallel ranks have to divide them.
-"""
+"""Pure Mamba 2: Codestral Mamba and the models of state-spaces. Each layer is a mixer, without an MLP."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import model_keys
-from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
 from megaconv.families.parts.mamba import MAMBA_ONLY, TIME_STEP_LIMIT, mamba_rows
+from megaconv.families.parts.pure_mamba import (
+    MAX_POSITIONS,
+    OLDER_EMBEDDING,
+    unused_parts,
+    with_ends,
+)
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 
-ROWS = in_core((
-    EMBEDDING.renamed(hf="backbone.embeddings.weight"),
-    *mamba_rows("backbone.layers.{l}.norm.", "backbone.layers.{l}.mixer."),
-    HEAD[0].renamed(hf="backbone.norm_f.weight", core="decoder.final_norm.weight"),
-    HEAD[1],
-))  # fmt: skip
+ROWS = in_core(with_ends(mamba_rows("backbone.layers.{l}.norm.", "backbone.layers.{l}.mixer.")))
 
-_POSITIONS = 1 << 20
-"""A number of positions that no sequence reaches: the default for a model without a limit."""
-_LIMIT = "max_position_embeddings"
 _FIXED = {
     "layers.mixer": "mamba",
     "layers.mlp": "none",
@@ -34,24 +27,9 @@ _FIXED = {
 }
 
 
-def _unused(hidden: int, heads: int, head_dim: int) -> Fields:
-    """The sizes of the parts that the model lacks."""
-    return {
-        "attention.heads": heads,
-        "attention.kv_heads": heads,
-        "attention.head_dim": head_dim,
-        "mlp.ffn": 4 * hidden,
-    }
-
-
-def _write_positions(config: ModelConfig) -> Raw:
-    """Write a limit only if the model came with one. transformers' class has no such key."""
-    return {} if config.max_positions == _POSITIONS else {_LIMIT: config.max_positions}
-
-
 def _read_heads(raw: Raw) -> Fields:
     heads, head_dim = need_size(raw, "num_heads", 128), need_size(raw, "head_dim", 64)
-    unused = _unused(need_size(raw, "hidden_size", 4096), heads, head_dim)
+    unused = unused_parts(need_size(raw, "hidden_size", 4096), heads, head_dim)
     return {**unused, "mamba.heads": heads, "mamba.head_dim": head_dim}
 
 
@@ -65,7 +43,7 @@ def _assumed(fields: Mapping[str, Any]) -> Fields:
     """The fields that Megatron's arguments may give otherwise, although they change nothing."""
     if "mamba.heads" not in fields:
         return {}  # none of the layers is Mamba 2
-    unused = _unused(fields["hidden"], fields["mamba.heads"], fields["mamba.head_dim"])
+    unused = unused_parts(fields["hidden"], fields["mamba.heads"], fields["mamba.head_dim"])
     return {**unused, "mlp.activation": "silu", "mlp.gated": True, "positions.kind": "none"}
 
 
@@ -76,11 +54,7 @@ _KEYS = (
     size("n_groups", "mamba.groups", 8),
     size("state_size", "mamba.state", 128),
     TIME_STEP_LIMIT,
-    Keys(
-        (_LIMIT,),
-        lambda raw: {"max_positions": need_size(raw, _LIMIT, _POSITIONS)},
-        _write_positions,
-    ),
+    MAX_POSITIONS,
     *model_keys(tied=False, tokens=(0, 2, 1)),
 )
 _OTHER_NAMES = ("mamba_hidden_act", "mamba_proj_bias", "time_step_min")
@@ -98,7 +72,7 @@ FAMILY = Family(
     keys=_KEYS,
     fixed=_FIXED,
     only=_ONLY,
-    older={"embedding.weight": "embeddings.weight"},
+    older=OLDER_EMBEDDING,
     recognized="only_mamba !learned !norm_bias !zero_centered",
     assumed=_assumed,
     proven="custom module",

@@ -17,6 +17,7 @@ from megaconv.model.mixers import (
     LatentAttention,
     LinearAttention,
     Mamba,
+    Mamba1,
     ShortConvolution,
 )
 from megaconv.model.own_names import OwnNames
@@ -62,6 +63,7 @@ class DescribedModel:
     compressed: CompressedAttention = field(default_factory=CompressedAttention)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
+    mamba1: Mamba1 = field(default_factory=Mamba1)
     convolution: ShortConvolution = field(default_factory=ShortConvolution)
     factors: Factors = field(default_factory=Factors)
     experts: Experts = field(default_factory=Experts)

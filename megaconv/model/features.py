@@ -83,6 +83,9 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     ),
     "side_by_side": lambda config: any(each.mixer == "side_by_side" for each in config.layers),
     "mamba_norm": lambda config: config.mamba.norm != "none",
+    "mamba1_layers": lambda config: any(each.mixer == "mamba1" for each in config.layers),
+    "mamba1_bias": lambda config: config.mamba1.bias,
+    "mamba1_conv_bias": lambda config: config.mamba1.conv_bias,
     "convolution_layers": lambda config: any(each.mixer == "convolution" for each in config.layers),
     "hybrid_stack": lambda config: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
@@ -171,6 +174,7 @@ OF_LAYER: Mapping[str, Callable[[DescribedModel, LayerKind, int], bool]] = {
     "hashed": lambda config, kind, layer: kind.hashed,
     "ngrams": lambda config, kind, layer: kind.ngram_rows > 0,
     "mamba": lambda config, kind, layer: kind.mixer in ("mamba", "side_by_side"),
+    "mamba1": lambda config, kind, layer: kind.mixer == "mamba1",
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (

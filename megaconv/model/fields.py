@@ -130,6 +130,8 @@ STRUCTURE = (
         "linear.full_rank_out_gate",
     ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state", "mamba.norm"),
+    *("mamba1.width", "mamba1.state", "mamba1.conv", "mamba1.rank", "mamba1.bias"),
+    *("mamba1.conv_bias", "mamba1.norms"),
     "convolution.width",
 )
 """Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""

@@ -152,6 +152,10 @@ def _of_mixers_without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("linear.")
     if not config.has("mamba_layers"):
         yield from _fields_below("mamba.")
+    if not config.has("mamba1_layers"):
+        yield from _fields_below("mamba1.")
+    elif config.mamba1.norms == "none":
+        yield "mamba1.norm_epsilon"
     if not config.has("convolution_layers"):
         yield "convolution.width"
 

@@ -62,6 +62,27 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class Mamba1:
+    """The layers with mixer `mamba1`: Mamba 1 (arXiv 2312.00752). All sizes are 0 in models without such layers."""
+
+    width: int = 0
+    """Channels of the mixer. Each has a state of its own."""
+    state: int = 0
+    """Elements of the state of a channel."""
+    conv: int = 0
+    """Width of the convolution in positions, including the token's own."""
+    rank: int = 0
+    """Width of the vector from which the time steps of all channels are computed."""
+    bias: bool = False
+    """True if the first and the last projection have biases."""
+    conv_bias: bool = True
+    norms: str = "none"
+    """The norms of the time steps' vector, of B and of C: `weighted`, `bare` without weights, or `none`."""
+    norm_epsilon: float | None = None
+    """Epsilon of these norms; None for the epsilon of all other norms."""
+
+
+@dataclass(frozen=True)
 class ShortConvolution:
     """The layers with mixer `convolution` (LFM 2): each channel is a weighted sum of its last few tokens, with a gate
     before the sum and another after it. The channels are as many as the hidden states are wide."""

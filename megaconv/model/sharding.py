@@ -32,6 +32,7 @@ SHARDED_SIZES = (
     Sharded("linear_value_heads", "tp", when="kda"),
     Sharded("mamba_heads", "tp", when="mamba"),
     Sharded("mamba_groups", "tp", when="mamba"),
+    Sharded("mamba1_width", "tp", when="mamba1"),
     Sharded("conv_channels", "tp", when="convolution"),
     Sharded("tower_heads", "tp", when="tower"),
     Sharded("tower_kv_heads", "tp", when="tower"),

@@ -20,6 +20,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_head(model)
     _check_linear(model)
     _check_mamba(model)
+    _check_mamba1(model)
     _check_convolution(model)
     _check_retrieval(model)
 
@@ -135,6 +136,17 @@ def _check_mamba(model: DescribedModel) -> None:
     if not all(sizes) or mamba.heads % mamba.groups:
         what = f"{mamba.heads} heads of {mamba.head_dim} in {mamba.groups} groups, and a state of {mamba.state}"
         raise CorruptCheckpoint(f"the model's Mamba layers can't have {what}")
+
+
+def _check_mamba1(model: DescribedModel) -> None:
+    mamba = model.mamba1
+    if not any(kind.mixer == "mamba1" for kind in model.layers):
+        return
+    if not all((mamba.width, mamba.state, mamba.conv, mamba.rank)):
+        what = f"{mamba.width} channels, states of {mamba.state}, time steps from {mamba.rank} elements"
+        raise CorruptCheckpoint(
+            f"the model's Mamba 1 layers can't have {what} and a convolution over {mamba.conv} positions"
+        )
 
 
 def _check_convolution(model: DescribedModel) -> None:

@@ -13,7 +13,7 @@ class LayerKind:
     """The parts of one layer of the decoder, or of the only stack."""
 
     mixer: str = "attention"
-    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `convolution` (a gated
+    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `mamba1` (Mamba 1), `convolution` (a gated
     short convolution), `kda` (Kimi delta attention), `side_by_side` (attention and Mamba 2 on the same input),
     `compressed` (attention with one key for all heads, DeepSeek V4), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"

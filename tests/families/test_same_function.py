@@ -82,7 +82,7 @@ FOLLOWS = {
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
     "layers.rotates": ("layers.chunk", "no_rope_layers"),
-    "mlp.ffn": ("layers.ffn",),
+    "mlp.ffn": ("layers.ffn", "experts.ffn"),
     "layers.mlp": ("mlp.ffn",),
     **dict.fromkeys(
         ("ngrams.size", "ngrams.heads", "ngrams.vocab", "ngrams.multiple"), ("layers.ngram_rows",)

@@ -211,6 +211,10 @@ def every_kind(family: str) -> list[ModelConfig]:
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
         layers = {"layers.mixer": "side_by_side", "layers.mlp": "dense"}
         return [changed(config, layers | biases)]
+    if family in ("mamba", "falcon_mamba"):
+        return [changed(config, {"layers.mixer": "mamba1", "mamba1.bias": True})]
+    if family == "jamba":
+        return [changed(config, {"layers.mixer": ("mamba1", "attention"), "mamba1.bias": True})]
     if family in ("bailing_hybrid", "glm5_next_text", "kimi_linear"):
         sizes = {"key_heads": 2, "value_heads": 2, "key_dim": 3, "value_dim": 3, "conv": 4}
         linear = {f"linear.{name}": size for name, size in sizes.items()}

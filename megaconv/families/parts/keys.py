@@ -87,6 +87,9 @@ HARMLESS = frozenset(
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "expand"),
         *("time_step_min", "time_step_rank", "linear_a_log_min", "linear_a_log_max"),
         *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+        *("time_step_scale", "time_step_init_scheme"),
+        # how Mamba 1 is computed
+        *("use_mambapy", "use_falcon_mambapy", "use_associative_scan"),
         "mtp_loss_scaling_factor",
         # for generation: which logits are computed, and the states that a cache keeps
         "num_logits_to_keep",
