@@ -291,7 +291,7 @@ OF_QWEN_4: dict[str, Any] = {
 
 def own_fields(family: str) -> dict[str, Any]:
     """The fields of a family that Megatron's arguments can't describe."""
-    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 5, "streams.laurel_rank": 2}
+    inputs = {"layer_inputs.width": 3, "layer_inputs.vocab": 24, "streams.laurel_rank": 2}
     inputs = inputs if has_layer_inputs(family) else {}
     if family == "minimax_m3_vl_text":
         inputs = {

@@ -628,6 +628,15 @@ GEMMA_4_EXPERTS = {
     "moe_intermediate_size": 24,
 }
 GEMMAS_4 = {
+    "gemma4_text, layer inputs": Variant(
+        "gemma4_text",
+        {**GEMMA_4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB + 1, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True},
+        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
+    ),
+    "gemma4_unified_text, shared keys and values": Variant(
+        "gemma4_unified_text", {**GEMMA_4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
+    ),
     "gemma4_text, experts": Variant(
         "gemma4_text", {**GEMMA_4, **GEMMA_4_EXPERTS, "hidden_size_per_layer_input": 0}, {"one expert": {"top_k_experts": 1}}
     ),
@@ -1011,17 +1020,8 @@ CONVERTED = {
          "sparsity": {"activation_sparsity_pattern": [0.6, 0.0, 0.0, 0.0]}, "active stream": {"altup_active_idx": 1},
          "unscaled stream": {"altup_correct_scale": False}},
     ),
-    "gemma4_text, layer inputs": Variant(
-        "gemma4_text",
-        {**GEMMA_4, "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
-         "use_double_wide_mlp": True},
-        {"one less": {"sliding_window": WINDOW - 1}, "capped logits": {"final_logit_softcapping": 2.0}},
-    ),
-    "gemma4_unified_text, shared keys and values": Variant(
-        "gemma4_unified_text", {**GEMMA_4, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {"epsilon": {"rms_norm_eps": 1e-5}},
-    ),
 }  # fmt: skip
-"""Models that are converted between Hugging Face's files. Only GEMMAS_4 are trained."""
+"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4 are trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",

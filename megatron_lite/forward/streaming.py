@@ -109,6 +109,8 @@ class _Streams:
         outer, _, name = path.rpartition(".")
         streamed = StreamedEmbedding(module, info.native, self.reader)
         setattr(self.network.get_submodule(outer), name, streamed)
+        if "embed.weight" not in info.native.parts:
+            return
         for head in self.network.modules():
             if isinstance(head, Head) and head.weight is None:
                 head.product_of_logits = self._product(info)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_lite.models.bert import Bert
 from megatron_lite.models.biencoder import Biencoder, Tower
+from megatron_lite.models.carrying import CarryingChunk, run_layer
 from megatron_lite.models.chunk import ModelChunk, Stack
 from megatron_lite.models.encoder_decoder import EncoderDecoder
 from megatron_lite.models.ends import Embedding
@@ -28,7 +29,9 @@ class State(NamedTuple):
 
 def walk(network: Network, run: Pass) -> Iterator[State]:
     """Yield the states in the order of their computation. The last one is the input of the logits."""
-    if isinstance(network, ModelChunk):
+    if isinstance(network, CarryingChunk):
+        yield from _carrying(network, run)
+    elif isinstance(network, ModelChunk):
         yield from _decoder(network, run)
     elif isinstance(network, Bert):
         yield from _bert(network, run)
@@ -66,6 +69,15 @@ def _normed(stack: Stack | None, of: str, x: Tensor) -> Steps:
         x = stack.last_norm(x)
         yield State(f"{of}final norm", x)
     return x
+
+
+def _carrying(network: CarryingChunk, run: Pass) -> Iterator[State]:
+    state = network.begin(run)
+    yield State("embedding", state.hidden)
+    for number, layer in enumerate(network.decoder.layers):
+        state = run_layer(layer, state, run, {})
+        yield State(f"layer {number}", state.hidden)
+    yield from _normed(network.decoder, "", state.hidden)
 
 
 def _decoder(network: ModelChunk, run: Pass) -> Iterator[State]:

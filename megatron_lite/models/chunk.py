@@ -15,6 +15,7 @@ from megatron_lite.models import recompute
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.ends import Embedding, Head, tied_embedding
 from megatron_lite.models.layer import Layer
+from megatron_lite.models.layer_inputs import LayerInputs
 from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.offload import Offload
@@ -82,6 +83,8 @@ class ModelChunk(Network):
         predicts = chunk.is_last and plan.config.mtp_layers > 0
         embeds = chunk.is_first or predicts
         self.embedding = Embedding(plan) if embeds else None
+        has_inputs = chunk.is_first and plan.config.has("layer_inputs")
+        self.layer_inputs = LayerInputs(plan) if has_inputs else None
         self.decoder = self.make_decoder(plan, chunk)
         self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and embeds
@@ -96,9 +99,8 @@ class ModelChunk(Network):
         return ("loss", *(f"mtp_{depth + 1}_loss" for depth in range(config.mtp_layers)))
 
     def units(self) -> Iterator[nn.Module]:
-        yield from (
-            module for module in (self.embedding, *self.decoder.layers) if module is not None
-        )
+        of_start = self.embedding, self.layer_inputs
+        yield from (module for module in (*of_start, *self.decoder.layers) if module is not None)
         yield from (
             module for module in (self.decoder.last_norm, self.output_layer) if module is not None
         )

@@ -26,7 +26,7 @@ class Criterion:
 
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         """Return the names of all losses and figures. The first one is the main loss."""
-        return network(config.family).loss_names(config)
+        return network(config).loss_names(config)
 
     def counts(self, batch: Microbatch) -> int:
         """Return the number of labels (or pairs, or examples) that the mean counts if none of them is masked."""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from megatron_lite.models import rng
 from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.layer_inputs import LayerInput
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.mlp import MLP
@@ -57,6 +58,7 @@ class Layer(Residual):
         kind = plan.kind(layer)
         self._add_mixer(plan, mixer_of(config, kind))
         self._add_mlp(plan, kind.mlp)
+        self.layer_input = LayerInput(plan) if config.has("layer_inputs") else None
         free = nn.Parameter(torch.empty(1), requires_grad=False)
         self.layer_scalar = free if config.layer_scale else None
         use_fp8(self, options.fp8, layer=layer, layers=config.layer_count, tp=plan.ranks.size)
@@ -96,15 +98,18 @@ class Layer(Residual):
             mixed = mixer(normed, run)
             x = self._added(x, mixed, run, self.after_attention)
         if self.mlp is None:
-            return self._scaled(x)
+            return self._ended(x, run)
         # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
         read = self._read_by_mlp(entered, normed, x)
         normed = read if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(read)
         made = self.mlp(normed, run) if self.has_experts else self.mlp(normed)
-        return self._scaled(self._added(x, made, run, self.after_mlp))
+        return self._ended(self._added(x, made, run, self.after_mlp), run)
 
-    def _scaled(self, x: Tensor) -> Tensor:
-        """Scale the layer's output with its stored number, if it has one."""
+    def _ended(self, x: Tensor, run: Pass) -> Tensor:
+        """Add the layer's own input, and scale the sum with the layer's stored number, if it has them."""
+        if self.layer_input is not None:
+            assert run.carried is not None
+            x = self.layer_input(x, run.carried.input)
         return x if self.layer_scalar is None else x * self.layer_scalar
 
     def _read_by_mlp(self, entered: Tensor, normed: Tensor, mixed: Tensor) -> Tensor:

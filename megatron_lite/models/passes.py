@@ -12,6 +12,7 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
+from megatron_lite.models.carried import Carried
 from megatron_lite.models.masks import cache_mask
 from megatron_lite.models.moe.balance import Balance
 from megatron_lite.models.rotary import Rotary, local_positions, usual_positions
@@ -145,6 +146,8 @@ class Pass:
     """float32 []: the sum of the whole microbatch's weights; None if `ahead` is empty."""
     scores: LargestScores | None = None
     """The place where attention stores its largest scores; None: they are not stored."""
+    carried: Carried | None = None
+    """The tensors that a layer reads and writes beside its hidden states; None in models without such tensors."""
     in_order: bool = False
     """True if each row has the positions 0, 1, 2 … Otherwise they may have any order."""
     visibility: dict[int, Any] = field(default_factory=dict)

@@ -79,14 +79,12 @@ NOT_COMPUTED = {
     "hyper_connections": "several residual streams, which each sublayer mixes",
     "ngram_layers": "embeddings of n-grams",
     "hash_layers": "tables that choose the experts of tokens",
-    "shared_kv": "layers that share keys and values",
     "clamped_experts": "limits of activations in routed experts alone",
     "index_pools": "indexers that select groups of keys",
     "kv_sources": "layers that share latent keys and values",
     "shared_index": "layers that share the positions that an indexer selected",
     "growing_queries": "queries that grow with the position by learned numbers",
     "scaled_frequencies": "learned factors on the frequencies of rope",
-    "layer_inputs": "a second embedding, with a part for each layer",
     "normalized_head": "a head whose rows are divided by their lengths",
     "block_indexer": "indexers that select blocks of keys",
     "head_gate": "gates of whole heads",
@@ -124,6 +122,10 @@ def check_trained(
     if options.fp8 is not None and config.family in OF_THEIR_OWN:
         raise NotExpressible(f"--fp8-format is for decoders; a {config.family} is computed in bf16")
     check_computed(config)
+    if carries(config) and options.offloaded_layers:
+        raise NotExpressible(
+            "--cpu-offloading-num-layers can't be combined with layers that share keys and values, or that have inputs of their own"
+        )
     _check_further_tokens(config)
     if config.experts.count:
         _check_experts(config, layout, options, sequence=sequence)
@@ -151,6 +153,11 @@ def _check_further_tokens(config: ModelConfig) -> None:
             f"the model would be a {config.family} that predicts further tokens, for whose layers no checkpoint has names; these are for "
             "mixtures of experts as DeepSeek-V3 and GLM-4.5 (--moe-router-score-function sigmoid, --moe-router-enable-expert-bias)"
         )
+
+
+def carries(config: ModelConfig) -> bool:
+    """Return whether layers hand on more than hidden states (carried.py)."""
+    return config.has("shared_kv") or config.has("layer_inputs")
 
 
 def check_computed(config: ModelConfig) -> None:

@@ -112,4 +112,4 @@ def _place(name: str) -> int:
     parts = name.split(".")
     if parts[1:2] == ["layers"]:
         return int(parts[2])
-    return BEFORE if parts[0] == "embedding" else BEHIND
+    return BEFORE if parts[0] in ("embedding", "layer_inputs") else BEHIND

@@ -50,7 +50,7 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
     built = Built([], [], [], plan.sizes)
     for index, chunk in enumerate(grid.chunks()):
         with torch.device("meta"):
-            module = network(config.family)(plan, chunk)
+            module = network(config)(plan, chunk)
         infos = _infos(module, plan, grid, index, chunk)
         adapters: list[ParameterInfo] = []
         if lora is not None:

@@ -15,6 +15,7 @@ from megaconv.planning.pipeline_order import Action, forward_order
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
+from megatron_lite.models.carried import caches_keys
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.models.layer_kinds import layer_shares
 from megatron_lite.models.mixers.declaration import Kept
@@ -64,10 +65,15 @@ class RankComputation(RankParameters):
         """Return the parts of a row's cache that the mixer of a layer declares, for this rank's heads."""
         kind = self.config.layers[layer]
         mixer = mixer_of(self.config, kind)
-        if mixer is None:
+        if mixer is None or not caches_keys(self.config, layer, self._stage_of(layer)):
             return ()
         sizes = layer_shares(self.config, layer, self._sizes, self.grid.layout.tp)
         return mixer.cache(in_layer(self.config, kind), sizes)
+
+    def _stage_of(self, layer: int) -> int:
+        """Return the first layer of the stage of a layer; of any stage, not only of this rank."""
+        firsts = (chunk.first_layer for chunk in self.grid.layout.chunks())
+        return max(first for first in firsts if first <= layer)
 
     def evaluate(self, microbatches: Sequence[Microbatch]) -> dict[str, tuple[float, float]]:
         """Return (sum, number of tokens or pairs that count) by loss name, over all data-parallel ranks.

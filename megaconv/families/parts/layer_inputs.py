@@ -2,7 +2,7 @@
 
     hf     model.{embed_tokens_per_layer, per_layer_model_projection, per_layer_projection_norm}
            model.layers.{l}.{per_layer_input_gate, per_layer_projection, post_per_layer_input_norm}
-    core   embedding.layer_inputs.{word_embeddings, projection, norm}
+    core   layer_inputs.{word_embeddings, projection, norm}
            decoder.layers.{l}.layer_input.{gate, projection, norm}
 
 A layer's part is the mean of this embedding and of a projection of the usual one. Megatron core has no such modules;
@@ -15,15 +15,15 @@ from megaconv.model.table import Row
 
 _HF, _CORE = "model.layers.{l}.", "decoder.layers.{l}.layer_input."
 LAYER_INPUTS = (
-    Row("layer_inputs.embed.weight", ("layer_input_vocab layers*layer_input_width",), stage="first", when="layer_inputs",
+    Row("layer_inputs.embed.weight", ("layer_input_vocab layers*layer_input_width",), tp=0, stage="first", when="layer_inputs",
         hf="model.embed_tokens_per_layer.weight",
-        core="embedding.layer_inputs.word_embeddings.weight"),
+        core="layer_inputs.word_embeddings.weight"),
     Row("layer_inputs.projection.weight", ("layers*layer_input_width hidden",), stage="first", when="layer_inputs",
         hf="model.per_layer_model_projection.weight",
-        core="embedding.layer_inputs.projection.weight"),
+        core="layer_inputs.projection.weight"),
     Row("layer_inputs.norm.weight", ("layer_input_width",), stage="first", when="layer_inputs",
         hf="model.per_layer_projection_norm.weight",
-        core="embedding.layer_inputs.norm.weight"),
+        core="layer_inputs.norm.weight"),
     Row("layers.{l}.layer_input.gate.weight", ("layer_input_width hidden",), when="layer_inputs",
         hf=_HF + "per_layer_input_gate.weight",
         core=_CORE + "gate.weight"),

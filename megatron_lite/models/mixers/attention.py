@@ -1,6 +1,6 @@
 """The declaration of plain attention, whose cache holds keys and values."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megaconv.model.config import ModelConfig
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from megatron_lite.models.mixers.self_attention import SelfAttention
 
 
-def _module() -> "type[SelfAttention]":
-    from megatron_lite.models.mixers.self_attention import SelfAttention
+def _module() -> "Callable[..., SelfAttention]":
+    from megatron_lite.models.mixers.shared_attention import attention
 
-    return SelfAttention
+    return attention
 
 
 def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerToken, PerToken]:

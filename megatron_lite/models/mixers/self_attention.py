@@ -36,6 +36,9 @@ class Sinks(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention with its norm."""
 
+    own_keys = True
+    """False if keys and values are those of an earlier layer."""
+
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
         attention, positions, kind = plan.config.attention, plan.config.positions, plan.kind(layer)
@@ -64,17 +67,17 @@ class SelfAttention(nn.Module):
 
     def _add_matrices(self, plan: Plan) -> None:
         hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
-        self.gated, self.keys_are_values = (
-            attention.output_gate,
-            plan.kind(self.layer).keys_as_values,
-        )
+        self.gated = attention.output_gate
+        self.keys_are_values = plan.kind(self.layer).keys_as_values
+        keys = 2 - self.keys_are_values if self.own_keys else 0
         # The heads of one key/value head: q, the gate if there is one, k, and v if it isn't k.
-        self.each = [self.group, *([self.group] * self.gated), *([1] * (2 - self.keys_are_values))]
+        self.each = [self.group, *([self.group] * self.gated), *([1] * keys)]
         rows = self.kv_heads * sum(self.each) * self.head_dim
         self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
         self.norm_of_values = plan.norm_of_values
         self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None
-        self.k_layernorm = self._norm(plan, self.kv_heads) if attention.qk_norm else None
+        norms_keys = attention.qk_norm and self.own_keys
+        self.k_layernorm = self._norm(plan, self.kv_heads) if norms_keys else None
         self.core_attention = Sinks(heads) if attention.sinks else None
         width = heads * self.head_dim
         has_norm = plan.config.norm.inner
@@ -102,15 +105,23 @@ class SelfAttention(nn.Module):
         if self.norm_of_values is not None:
             v = self.norm_of_values.apply(v, None, None)
         if self.norms_rotated:
-            q, k = self._normed(*self._rotated(q, k, run))
+            q, k = self._normed(self._rotated(q, run), self._rotated(k, run))
         else:
-            q, k = self._rotated(*self._normed(q, k), run)
+            q, k = self._normed(q, k)
+            q, k = self._rotated(q, run), self._rotated(k, run)
         if self.l2_epsilon is not None:
             q, k = _l2_normed(q, self.l2_epsilon), _l2_normed(k, self.l2_epsilon)
         if self.temperature is not None:
             q = tempered(q, self.temperature, run.positions)
-        if run.cache is not None:
-            k, v = run.cache.append(self.layer, k, v)
+        k, v = self._of_all_tokens(k, v, run)
+        return self._attended(q, k, v, gate, run)
+
+    def _of_all_tokens(self, k: Tensor, v: Tensor, run: Pass) -> tuple[Tensor, ...]:
+        """Return the keys and values of this pass and, in generation, of all earlier tokens."""
+        return (k, v) if run.cache is None else run.cache.append(self.layer, k, v)
+
+    def _attended(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, run: Pass) -> Tensor:
+        """Return the projected attention. gate: of the output, or None."""
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
         mixed = attended(
             q,
@@ -155,15 +166,15 @@ class SelfAttention(nn.Module):
             return q, k
         return self.q_layernorm(q), self.k_layernorm(k)
 
-    def _rotated(self, q: Tensor, k: Tensor, run: Pass) -> tuple[Tensor, Tensor]:
+    def _rotated(self, x: Tensor, run: Pass) -> Tensor:
+        """Rotate q or k."""
         rotary = run.local_rotary if self.rotates_locally else run.rotary
         if rotary is None or not self.rotates:
-            return q, k
+            return x
         if self.interleaved:
             # The same order for q and k, so that their products don't change.
-            width = rotary[0].shape[-1]
-            q, k = neighbours_apart(q, width), neighbours_apart(k, width)
-        return rotate(q, *rotary), rotate(k, *rotary)
+            x = neighbours_apart(x, rotary[0].shape[-1])
+        return rotate(x, *rotary)
 
 
 def _l2_normed(x: Tensor, epsilon: float) -> Tensor:

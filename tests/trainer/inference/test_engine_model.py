@@ -83,6 +83,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4_unified_text": ("gemma4_unified_text", {**GEMMA_4, **KEYS_AS_VALUES}),
+    "gemma4_text, layer inputs": (
+        "gemma4_text",
+        {
+            **GEMMA_4,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 132,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "gemma4_text, experts": (
         "gemma4_text",
         {

@@ -17,6 +17,7 @@ FINETUNE = (
     "--log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --train-iters 4"
 )
 DENSE, MIXTURE = "gemma4_unified_text", "gemma4_text, experts"
+LAYER_INPUTS = "gemma4_text, layer inputs"
 
 
 def losses(directory: Path) -> list[float]:
@@ -32,6 +33,7 @@ def assert_transformers_computes_the_same(run: Path, exported: Path) -> None:
     ("name", "layouts"),
     [
         (DENSE, [(2, "--tp 2 --sequence-parallel --ckpt-format torch"), (2, "--pp 2")]),
+        (LAYER_INPUTS, [(2, "--tp 2 --ckpt-format torch --recompute-activations"), (2, "--pp 2")]),
         (MIXTURE, [(2, "--ep 2 --use-distributed-optimizer"), (2, "--tp 2 --sequence-parallel")]),
     ],
 )

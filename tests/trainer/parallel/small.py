@@ -67,6 +67,10 @@ _GEMMA_4 = {
     "layers.kv_heads": (None, 4, None, 4), "layers.keys_as_values": (False, True, False, True), "layer_scale": True,
     "positions.local_theta": 100.0, "positions.scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
 }  # fmt: skip
+_CARRIED = {
+    "layer_inputs.width": 6, "layer_inputs.vocab": 64, "layers.shares_kv": (False, False, True, True), "layers.ffn": (None, None, 64, 64),
+    "layers.keys_as_values": False,
+}  # fmt: skip
 _GEMMA_2 = {
     "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
     "layers.window": (5, None, 5, None), "attention.score_cap": 1.5, "head.logit_cap": 2.5, "attention.scale": 0.3,
@@ -134,6 +138,9 @@ MODELS = {
     "gemma2": from_fields("gemma2", {**SIZES, **_GEMMA_2, "tie_embeddings": True}),
     "gpt_oss": from_fields("gpt_oss", {**_BIASES, **SIZES, **_EXPERTS, **_SINKS}),
     "gemma3": from_fields("gemma3_text", {**SIZES, **_GEMMA_3, "tie_embeddings": True}),
+    "gemma4, layer inputs": from_fields(
+        "gemma4_text", {**SIZES, **_GEMMA_4, **_CARRIED, "tie_embeddings": True}
+    ),
     "gemma4": from_fields("gemma4_text", {**SIZES, **_GEMMA_4, "tie_embeddings": True}),
     "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),

@@ -216,7 +216,10 @@ FEATURES = {
         replace(MODELS["qwen3"], family="gemma4_text"),
         {**GEMMA_4, **EXPERTS, "experts.shared_ffn": 24, "experts.own_norms": True},
     ),
-    "gemma4_unified_text": changed(replace(MODELS["qwen3"], family="gemma4_unified_text"), GEMMA_4),
+    "gemma4_unified_text": changed(
+        replace(MODELS["qwen3"], family="gemma4_unified_text"),
+        {**GEMMA_4, "layers.shares_kv": (False, False, True, True)},
+    ),
     "lfm2": changed(
         replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
     ),

@@ -37,6 +37,8 @@ COVERING = [
     Case("gemma3", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("gemma4", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("gemma4", pp=2, vpp=2, dp=2, distributed=True, recompute=FULL),
+    Case("gemma4, layer inputs", pp=2, dp=2, distributed=True, zero=3, recompute=FULL),
+    Case("gemma4, layer inputs", tp=2, pp=2, vpp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
 ]

@@ -1,6 +1,7 @@
 """Mixtures of experts: transformers and we compute the same logits, loss and gradients from the same files."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,9 @@ TOLERANCE = 2e-5
 VARIANTS = MIXTURES | NAMED | BEYOND_MEGATRON | RELATIVES
 HYBRID = ("bamba", "granite_moe_hybrid", "nemotron_h", "olmo_hybrid", "qwen3_next", "qwen3_5_moe")
 """Families with states; test_hybrids_of_transformers.py has them."""
+OF_LAYER_INPUTS = "gemma4_text, layer inputs"
+OF_GRADIENTS = {OF_LAYER_INPUTS: 1e-4}
+"""Models whose float32 gradients stray further. transformers' own are 4e-5 from its float64 gradients, and ours 1e-5."""
 TOKENS = torch.randint(7, VOCAB, (2, 33), generator=torch.Generator().manual_seed(4))
 
 
@@ -115,7 +119,8 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
     name: str, tmp_path: Path
 ) -> None:
     compute(VARIANTS[name], tmp_path)
-    compare(0, tmp_path, Layout(stage_layers=(LAYERS,)))
+    tolerance = OF_GRADIENTS.get(name, TOLERANCE)
+    compare(0, tmp_path, Layout(stage_layers=(LAYERS,)), of_gradients=tolerance)
 
 
 @pytest.mark.parametrize("family", RELATIVES)
@@ -154,6 +159,13 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("llama4, short chunks", Layout(1, 2, 1, 1, stage_layers=(1, 3))),
         ("gemma4_unified_text", Layout(2, 1, stage_layers=(LAYERS,))),
         ("gemma4_text, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        (OF_LAYER_INPUTS, Layout(1, 2, stage_layers=(3, 1))),
+        pytest.param(OF_LAYER_INPUTS, Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
+        pytest.param(
+            "gemma4_unified_text, shared keys and values",
+            Layout(2, 2, stage_layers=(2, 2)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "gemma4_text, keys as values", Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow
         ),
@@ -224,4 +236,5 @@ def test_other_layouts_compute_the_same(
     name: str, layout: Layout, tmp_path: Path, world: World
 ) -> None:
     compute(VARIANTS[name], tmp_path)
-    world.run(layout.tp * layout.pp, compare, tmp_path, layout)
+    run = partial(compare, of_gradients=OF_GRADIENTS.get(name, TOLERANCE))
+    world.run(layout.tp * layout.pp, run, tmp_path, layout)
