@@ -236,6 +236,7 @@ BETWEEN_FILES = (
         "hy_v4",
         "qwen4_exp_text",
         "glm5_next_text",
+        "phimoe",
         "mamba",
         "falcon_mamba",
         "jamba",

@@ -909,6 +909,18 @@ CONVERTED = {
         {"num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3, "attn_layer_period": 2,
          "attn_layer_offset": 0},
     ),
+    "phimoe": Variant(
+        "phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": WINDOW},
+        {"one less": {"sliding_window": WINDOW - 1}, "epsilon": {"rms_norm_eps": 1e-5}, "farther": {"router_jitter_noise": 0.6},
+         "base": rope(700.0)},
+    ),
+    "phimoe, longrope": Variant(
+        "phimoe",
+        {"num_local_experts": 4,
+         **rope(5000.0, rope_type="longrope", short_factor=[1.0, 1.5, 2.0, 2.5], long_factor=[1.0, 2.0, 3.0, 4.0], short_mscale=1.2,
+                long_mscale=1.3, original_max_position_embeddings=16)},
+        {"epsilon": {"rms_norm_eps": 1e-5}},
+    ),
     "axk2": Variant(
         "axk2",
         {**LATENT, **INDEXER, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-3},

@@ -31,8 +31,8 @@ _OLDER = ("su", "yarn")
 """Names of longrope in the first releases."""
 
 
-def _read_rope(raw: Raw) -> Fields:
-    theta, scaling = read_rope(raw, 10000.0)
+def _read_rope(raw: Raw, usual_theta: float) -> Fields:
+    theta, scaling = read_rope(raw, usual_theta)
     if scaling is None:
         return {"positions.theta": theta, "positions.scaling": None}
     kind = scaling["rope_type"]
@@ -96,7 +96,12 @@ def _require_longrope(scaling: Mapping[str, Any], count: int) -> None:
         )
 
 
-_ROPE = Keys(("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL), _read_rope, _write_rope)
+def longrope(theta: float) -> Keys:
+    """Rope with longrope as its only scaling. theta: the base for a config.json without one."""
+    names = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
+    return Keys(names, lambda raw: _read_rope(raw, theta), _write_rope)
+
+
 _USUAL: Any = {"positions": 4096, "epsilon": 1e-5, "tokens": (1, 32000, 32000)}
 
 FAMILY = Family(
@@ -104,7 +109,10 @@ FAMILY = Family(
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",
     rows=ROWS,
-    keys=(*decoder_keys(**_USUAL, rotation=_ROPE, partial=partial_rotation(1.0)), window(None)),
+    keys=(
+        *decoder_keys(**_USUAL, rotation=longrope(10000.0), partial=partial_rotation(1.0)),
+        window(None),
+    ),
     fixed=LLAMA_LIKE,
     only=SILU,
     ignored=ROPE_FREQUENCIES,

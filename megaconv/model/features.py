@@ -108,6 +108,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "index_pools": lambda config: config.indexer.pool > 0,
     "interleaved_indexer": lambda config: config.indexer.interleaved,
     "mixture": lambda config: config.experts.count > 0,
+    "sparsemixer": lambda config: config.experts.score == "sparsemixer",
     "sigmoid_router": lambda config: config.experts.score == "sigmoid",
     "shared_ffn": lambda config: config.experts.shared_ffn > 0,
     "vision_experts": lambda config: config.experts.vision_ffn > 0,

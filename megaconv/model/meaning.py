@@ -84,6 +84,8 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
         yield "layers.hashed"
     elif not config.layers_with("dense"):
         yield "mlp.ffn"
+    if experts.score != "sparsemixer":
+        yield "experts.nearness"
     if experts.groups == 1:
         yield from ("experts.groups", "experts.group_topk")
     if experts.scale == 1:

@@ -249,8 +249,10 @@ class Experts:
     shared_gate: bool = False
     """True if a gate scales the shared expert's output."""
     score: str = "softmax"
-    """The function that turns router logits into weights: `softmax`, `sigmoid`, or `sqrt_softplus`: the root of a
-    softplus."""
+    """The function that turns router logits into weights: `softmax`, `sigmoid`, `sqrt_softplus`: the root of a softplus, or
+    `sparsemixer`: for each chosen expert a softmax over the logits near its own, without those chosen before."""
+    nearness: float = 0.0
+    """The greatest relative distance of such logits, divided by 2."""
     renormalize: bool = True
     """True if the weights of the selected experts are normalized to sum up to 1."""
     scale: float | None = None

@@ -28,6 +28,7 @@ from megaconv.model.natives import native_tensors
 from megaconv.model.training import TrainingState
 from megaconv.options import ConvertOptions, SaveOptions
 from tests.conftest import FIXTURES
+from tests.whole_models import elements_by_table, elements_of_class
 
 PUBLISHED = {
     each["model"]: each for each in json.loads((FIXTURES / "published_models.json").read_text())
@@ -36,6 +37,14 @@ IN_MEGATRON = [name for name, each in PUBLISHED.items() if each.get("saver", "co
 """All but those that Megatron core can't compute, which are converted between Hugging Face's files."""
 MOST_OF_A_FILE = 100_000
 """Tensors in one file. Headers of more are refused."""
+COUNTED = {
+    "ai21labs/Jamba-v0.1": ("JambaForCausalLM", 51.57),
+    "microsoft/Phi-3.5-MoE-instruct": ("PhimoeForCausalLM", 41.87),
+    "state-spaces/mamba-2.8b-hf": ("MambaForCausalLM", 2.768),
+    "swiss-ai/Apertus-8B-2509": ("ApertusForCausalLM", 8.053),
+    "tiiuae/falcon-mamba-7b": ("FalconMambaForCausalLM", 7.273),
+}
+"""Model -> (transformers' class, its billions of parameters as its model card counts them)."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -121,3 +130,14 @@ def test_megatrons_arguments_of_a_published_model_mean_the_same(name: str) -> No
     )  # fmt: skip
     back = from_arguments(Namespace(**arguments), tensor_fields(config), family=config.family)
     assert not lost_fields(config, back, but=NOT_COMPUTED)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", COUNTED)
+def test_published_models_have_as_many_elements_as_transformers_class(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    raw = PUBLISHED[name]["config"]
+    kind, billions = COUNTED[name]
+    counted = elements_by_table(raw["model_type"], raw)
+    assert counted == elements_of_class(kind, transformers.AutoConfig.for_model(**raw))
+    assert counted / 1e9 == pytest.approx(billions, rel=1e-3)

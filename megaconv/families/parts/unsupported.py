@@ -7,10 +7,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
         "PaliGemmaForConditionalGeneration",
     ),
-    "its router chooses experts by sparsemixer, which Megatron core doesn't have": (
-        "PhimoeForCausalLM",
-        "PhiMoEForCausalLM",
-    ),
     "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
         "LongcatFlashForCausalLM",
     ),
