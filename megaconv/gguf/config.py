@@ -17,6 +17,7 @@ from formats.lazy_numpy import np
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.gguf.architectures import BY_NAME, described, needed
 from megaconv.gguf.names import DIVISORS, SHARED_HEADS, full_every
+from megaconv.gguf.unread import require_read
 
 _LLAMA_LIKE = {
     "hidden_size": "embedding_length",
@@ -106,17 +107,26 @@ def config_of(
             f"{where}: is of llama.cpp's architecture {architecture!r:.40}; supported are {supported}"
         )
 
-    def get(name: str) -> Any:
+    def value_of(name: str) -> Any:
         value = keys.get(f"{architecture}.{name}")
         return shortest(value) if isinstance(value, float) else value
+
+    read = set[str]()
+
+    def get(name: str) -> Any:
+        read.add(name)
+        return value_of(name)
 
     tokens = {key: keys.get(name) for key, name in _TOKEN_IDS.items()}
     if architecture in BY_NAME:
         missing = needed(get)
         if missing is not None:
             raise _config_needed(where, f"doesn't say {architecture}.{missing}")
-        _require_keys(architecture, get, (), tensors, where)
-        return described(architecture, get, tensors, vocab, tokens)
+        _require_keys(architecture, value_of, (), tensors, where)
+        found = described(architecture, get, tensors, vocab, tokens)
+        # Keys about rope scaling are not among those that were read, so a scaled model is refused.
+        require_read(architecture, keys, read, _head_size(value_of), where)
+        return found
     names = _GPT2 if architecture == "gpt2" else {**_LLAMA_LIKE, **_FURTHER.get(architecture, {})}
     _require_keys(architecture, get, names.values(), tensors, where)
     is_mixtral = architecture == "llama" and get("expert_count")
@@ -130,8 +140,18 @@ def config_of(
         **tokens,
     }
     if architecture == "gpt2":
-        return found | {"activation_function": "gelu_new"}
-    return _llama_like(architecture, get, found, tensors, where)
+        found |= {"activation_function": "gelu_new"}
+    else:
+        found = _llama_like(architecture, get, found, tensors, where)
+    require_read(architecture, keys, read, found.get("head_dim", 0), where)
+    return found
+
+
+def _head_size(get: _Get) -> int:
+    """Elements of a head. get: gives values of a file that has the keys of `needed`."""
+    return int(
+        get("attention.key_length") or get("embedding_length") // get("attention.head_count")
+    )
 
 
 def _llama_like(

@@ -17,6 +17,8 @@ from formats import gguf_header
 from formats.errors import CorruptCheckpoint
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.preparation import open_source
+from megaconv.errors import UsageError
+from megaconv.gguf.config import config_of
 from megaconv.input import find_input
 from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions
@@ -138,6 +140,60 @@ def test_a_written_gguf_file_is_read_back(tmp_path: Path) -> None:
             == megaconv.fingerprint(LLAMA / "hf").weights
         )
         assert run("verify", tmp_path / kind).status == 0
+
+
+def described(architecture: str, **changed: Any) -> dict[str, Any]:
+    """The config.json of a file of this architecture. changed: keys without the architecture's prefix."""
+    sizes = {
+        "embedding_length": 64, "block_count": 4, "feed_forward_length": 96, "context_length": 128, "attention.head_count": 4,
+        "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
+    }  # fmt: skip
+    own = {f"{architecture}.{name}": value for name, value in {**sizes, **changed}.items()}
+    return config_of({"general.architecture": architecture, **own}, (), 320, "here")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed"),
+    [
+        # As llama.cpp writes an OLMo 3.
+        ("olmo2", {"attention.sliding_window": 16}),
+        ("olmo2", {"attention.sliding_window_pattern": [True, True, True, False]}),
+        # As it writes AFM 4.5B.
+        ("arcee", {"rope.scaling.type": "yarn", "rope.scaling.factor": 20.0, "rope.scaling.original_context_length": 64}),
+        ("granite", {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}),
+        ("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64,
+                   "rope.scaling.yarn_attn_factor": 1.5}),
+        ("llama", {"rope.dimension_count": 8}),
+        ("qwen2", {"rope.dimension_count": 8}),
+        ("qwen3", {"attention.causal": False}),
+        ("llama", {"logit_scale": 0.5}),
+        ("qwen3moe", {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_weights_scale": 2.5}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_key_that_isnt_read_and_changes_the_model_is_named(
+    architecture: str, changed: dict[str, Any]
+) -> None:
+    with pytest.raises(UsageError, match=rf"here: says {architecture}\..*give --config") as refusal:
+        described(architecture, **changed)
+    assert refusal.value.code == "config-needed"
+    assert any(f"{architecture}.{name} = " in str(refusal.value) for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changed"),
+    [
+        ("llama", {"vocab_size": 320, "rope.dimension_count": 16, "rope.scaling.finetuned": False, "tensor_data_layout": "x"}),
+        ("llama", {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}),
+        ("olmo2", {"attention.sliding_window": 0, "attention.sliding_window_pattern": [False] * 4}),
+        ("qwen3", {"attention.key_length": 16, "attention.value_length": 16, "attention.causal": True, "pooling_type": 3}),
+        ("arcee", {"rope.dimension_count": 16, "vocab_size": 320}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_change_nothing_are_harmless(architecture: str, changed: dict[str, Any]) -> None:
+    found, without = described(architecture, **changed), described(architecture)
+    assert {**found, "head_dim": 16} == {**without, "head_dim": 16}
 
 
 # What is refused.
