@@ -11,6 +11,7 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
     cross       h + h + q (of queries) + q (output), and for each token of the encoder k and v
     head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token;
                 three h more for BERT's transform
+    inputs      of layers, each w wide: 2 h + 3 w in a layer; w for each layer that follows a stage's first one, twice in the first stage
 
 Offloaded layers keep nothing; AT_ONCE of them are on their way between the GPU and main memory.
 
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 
 from megaconv.model.layout import Chunk
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.carried import input_elements, shared_elements
 from megaconv.planning.mixers import in_layer, mixer_cost
 from megaconv.planning.pipeline_order import order
 from megaconv.planning.run import Run, StackPart
@@ -60,7 +62,7 @@ def on_their_way(run: Run) -> int:
 def _kept_by(run: Run, chunk: Chunk) -> int:
     """Return the bytes that a forward pass of one microbatch through a chunk keeps until its backward pass."""
     width = run.width
-    found = 0.0
+    found = _carried_elements(run, chunk) * run.tokens
     for part in run.stacks(chunk):
         staying = range(max(part.layers.start, run.offloaded), part.layers.stop)
         for group, only_input in _groups(run, staying):
@@ -68,6 +70,21 @@ def _kept_by(run: Run, chunk: Chunk) -> int:
     if chunk.is_last:
         found += head_elements(run)
     return round(found * run.itemsize)
+
+
+def _carried_elements(run: Run, chunk: Chunk) -> float:
+    """Return the elements that a token leaves beside the hidden states: inputs of layers, and keys and values of others.
+
+    The first stage computes the inputs of all layers, and keeps the projection before its norm as well.
+    """
+    inputs = _own_share(run, input_elements(run.config, chunk.first_layer))
+    shared = shared_elements(run.config, chunk.first_layer) / run.layout.tp
+    return (2 if chunk.is_first else 1) * inputs + shared
+
+
+def _own_share(run: Run, elements: int) -> float:
+    """Return a tensor rank's share of the elements of its own tokens."""
+    return elements / (run.layout.tp if run.sequence else 1)
 
 
 def head_elements(run: Run) -> float:
@@ -156,4 +173,7 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
         routed = run.routed_rows / run.tokens * (rows + experts.ffn * (gates + 1))
         shared = experts.shared_ffn * (gates + 1) / tp + (run.width if experts.shared_gate else 0)
         found += 2 * run.width + routed + shared
+    if config.has("layer_inputs"):
+        # The hidden states, the gate before and after its activation, the product, and what the norm reads.
+        found += 2 * run.width + 3 * _own_share(run, config.layer_inputs.width)
     return found + (2 * run.width if config.norm.place in ("both", "after") else 0)

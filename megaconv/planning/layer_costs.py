@@ -130,7 +130,7 @@ def head_cost(run: Run, last: RankShare, machine: Machine) -> Cost:
     further = Cost()
     if config.mtp_layers:
         further = layer_cost(run, config.layers[-1], last, machine)
-    traffic = there_and_back(run, run.tokens * heads)
+    traffic = there_and_back(run, run.tokens * heads, run.config.hidden)
     mtp = config.mtp_layers
     return Cost(
         products=operations * machine.passes / machine.plain_products + mtp * further.products,

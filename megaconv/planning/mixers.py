@@ -49,9 +49,14 @@ def _of_scores(config: ModelConfig, tokens: int) -> float:
 
 
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
-    """Return the fused product, the inputs of attention (keys again if they rotate) and its output."""
+    """Return the fused product, the inputs of attention (keys again if they rotate) and its output.
+
+    Shared keys and values are those of another layer.
+    """
     attention = in_layer(config, kind).attention
     q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    if kind.shares_kv:
+        return 3 * q
     rotated = kv if kind.rotates and config.positions.kind == "rope" else 0
     return (q + 2 * kv) + q + rotated + q
 

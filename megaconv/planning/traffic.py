@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.carried import input_elements, shared_elements
 from megaconv.planning.mixers import mixer_cost
 from megaconv.planning.run import Run
 
@@ -106,7 +107,9 @@ def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
     if not chunk.is_first:
         yield "pp", "send", _arriving(run, chunk)  # the gradient in the backward pass
     for tokens in _embedded(run, chunk):
-        yield from there_and_back(run, tokens)
+        yield from there_and_back(run, tokens, run.config.hidden)
+        if run.config.has("layer_inputs"):
+            yield from there_and_back(run, tokens, input_elements(run.config, 0))
     for part in run.stacks(chunk):
         again = _computed_again(run, part.layers)
         for layer in part.layers:
@@ -131,12 +134,22 @@ def _embedded(run: Run, chunk: Chunk) -> Iterator[int]:
 def _arriving(run: Run, chunk: Chunk) -> int:
     """Return the bytes that a chunk takes from the stage before it."""
     starts = chunk.starts_decoder or not chunk.layers
-    return _between(run, run.source_tokens + (0 if starts else run.tokens))
+    of_layers = _between(run, run.source_tokens + (0 if starts else run.tokens))
+    return of_layers + _carried(run, chunk.first_layer)
 
 
 def _leaving(run: Run, chunk: Chunk) -> int:
     """Return the bytes that a chunk gives to the next stage. A decoder's stage also passes the encoder's output on."""
-    return _between(run, run.source_tokens + (run.tokens if chunk.layers else 0))
+    of_layers = _between(run, run.source_tokens + (run.tokens if chunk.layers else 0))
+    return of_layers + _carried(run, _end(chunk))
+
+
+def _carried(run: Run, layer: int) -> int:
+    """Return the bytes that pass to a layer beside the hidden states."""
+    here = run.layout.tp if run.sequence else 1
+    inputs = input_elements(run.config, layer) // here
+    shared = shared_elements(run.config, layer) // run.layout.tp
+    return run.tokens * run.itemsize * (inputs + shared)
 
 
 def _between(run: Run, tokens: int) -> int:
@@ -148,7 +161,7 @@ def _between(run: Run, tokens: int) -> int:
 def of_head(run: Run) -> Iterator[Counted]:
     """Yield the traffic of the head, and of the layers that predict further tokens."""
     for _ in range(1 + run.config.mtp_layers):
-        yield from there_and_back(run, run.tokens)
+        yield from there_and_back(run, run.tokens, run.config.hidden)
         # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
     for _ in range(run.config.mtp_layers):
@@ -158,9 +171,9 @@ def of_head(run: Run) -> Iterator[Counted]:
         yield "tp", "all_reduce", 2 * run.micro_batch * run.config.hidden * run.itemsize
 
 
-def there_and_back(run: Run, tokens: int) -> Iterator[Counted]:
-    """Yield the traffic of the embedding's output, or of the head's input."""
-    whole = tokens * run.config.hidden * run.itemsize
+def there_and_back(run: Run, tokens: int, width: int) -> Iterator[Counted]:
+    """Yield the traffic of an embedding's output, or of the head's input."""
+    whole = tokens * width * run.itemsize
     if run.sequence:
         yield "tp", "reduce_scatter", whole
         yield "tp", "all_gather", whole

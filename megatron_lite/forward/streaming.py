@@ -109,7 +109,7 @@ class _Streams:
         outer, _, name = path.rpartition(".")
         streamed = StreamedEmbedding(module, info.native, self.reader)
         setattr(self.network.get_submodule(outer), name, streamed)
-        if "embed.weight" not in info.native.parts:
+        if not module.heads_share:
             return
         for head in self.network.modules():
             if isinstance(head, Head) and head.weight is None:

@@ -90,7 +90,7 @@ class _Loading:
             setattr(module, "product", self._product(info.native))  # noqa: B010
         else:
             self._load_plain(network, info)
-            if isinstance(module, VocabEmbedding):
+            if isinstance(module, VocabEmbedding) and module.heads_share:
                 self._quantize_tied_heads(network, info)
 
     def empty(self, info: ParameterInfo) -> nn.Parameter:

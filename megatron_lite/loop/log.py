@@ -16,6 +16,7 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import canonical_shapes
+from megaconv.planning.mixers import in_layer
 from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.settings.config import Logging
@@ -34,7 +35,7 @@ def flops_per_token(
     if config.has("retriever"):
         return _of_towers(config, seq)
     # A lookup is no product. A tied embedding counts as the head.
-    looked_up = {"positions.weight", "token_types.weight"}
+    looked_up = {"positions.weight", "token_types.weight", "layer_inputs.embed.weight"}
     if not config.tie_embeddings:
         looked_up.add("embed.weight")
     share_of_experts = config.experts.per_token / max(config.experts.count, 1)
@@ -50,8 +51,10 @@ def flops_per_token(
             times += config.mtp_layers
         weights += shape[0] * shape[1] * times
     kinds = [layer_kind(config, layer) for layer in range(config.layer_count + config.mtp_layers)]
-    mixers = [mixer_of(config, kind) for kind in kinds]
-    mixed = sum(mixer.cost.operations(config, seq) for mixer in mixers if mixer is not None)
+    mixed = 0.0
+    for kind in kinds:
+        mixer = mixer_of(config, kind)
+        mixed += 0.0 if mixer is None else mixer.cost.operations(in_layer(config, kind), seq)
     return (4.0 if frozen else 6.0) * weights + mixed
 
 

@@ -12,11 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megaconv.model.config import ModelConfig
+from megaconv.planning.carried import Kind
 from megatron_lite.models.cache import Cache
-
-Kind = bool
-"""Whether a layer has a window. Layers of one kind share keys and values."""
 
 
 class KeysAndValues(NamedTuple):
@@ -57,37 +54,3 @@ class Carried:
         if kind not in self.cached:
             self.cached[kind] = KeysAndValues(*cache.append(layer, *self.kept[kind]))
         return self.cached[kind]
-
-
-def kind_of(config: ModelConfig, layer: int) -> Kind:
-    """Return the kind of a layer."""
-    return config.layers[layer].window is not None
-
-
-def sources(config: ModelConfig) -> Mapping[Kind, int]:
-    """Return the layer whose keys and values later layers share, by kind; empty if no layers share any."""
-    sharing = [layer for layer, kind in enumerate(config.layers) if kind.shares_kv]
-    kinds = {kind_of(config, layer) for layer in sharing}
-    own = range(min(sharing, default=0))
-    # A later layer of a kind replaces an earlier one.
-    return {kind_of(config, layer): layer for layer in own if kind_of(config, layer) in kinds}
-
-
-def kept_before(config: ModelConfig, layer: int) -> tuple[Kind, ...]:
-    """Return the kinds whose shared keys and values exist before a layer, and that it or a later layer needs."""
-    needed = {kind.window is not None for kind in config.layers[layer:] if kind.shares_kv}
-    return tuple(
-        kind for kind, source in sources(config).items() if kind in needed and source < layer
-    )
-
-
-def caches_keys(config: ModelConfig, layer: int, first: int) -> bool:
-    """Return whether a layer has its own part of the cache. first: the first layer of its stage.
-
-    Layers that share keys and values use the part of an earlier layer of the stage, if there is one.
-    """
-    if not config.layers[layer].shares_kv:
-        return True
-    kind = kind_of(config, layer)
-    earlier = range(max(first, sources(config)[kind]), layer)
-    return all(kind_of(config, each) != kind for each in earlier)

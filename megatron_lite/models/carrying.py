@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from megaconv.model.layout import Chunk
+from megaconv.planning.carried import kept_before, sources
 from megatron_lite.models import recompute
 from megatron_lite.models.batch import Lengths
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.carried import Carried, KeysAndValues, State, kept_before, sources
+from megatron_lite.models.carried import Carried, KeysAndValues, State
 from megatron_lite.models.chunk import ModelChunk, Stack, own_layers
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel.payload import Payload, Wire, Wires

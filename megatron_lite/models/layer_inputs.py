@@ -17,9 +17,10 @@ from megatron_lite.parallel.tensor import Norm, VocabEmbedding
 
 
 class Table(VocabEmbedding):
-    """The second embedding. The head never uses it."""
+    """The second embedding."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED}
+    heads_share = False
 
 
 class LayerInputs(nn.Module):

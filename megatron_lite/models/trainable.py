@@ -172,6 +172,11 @@ def check_computed(config: ModelConfig) -> None:
         _check_groups(config.experts)
     if config.has("rope"):
         _check_rotated(config)
+    inputs = config.layer_inputs
+    if inputs.width and inputs.vocab < config.vocab:
+        raise NotExpressible(
+            f"the second embedding has rows for {inputs.vocab:,} tokens, and the vocabulary has {config.vocab:,}; it needs a row for each"
+        )
 
 
 def _check_rotated(config: ModelConfig) -> None:

@@ -341,6 +341,8 @@ class VocabEmbedding(nn.Module):
     """A table whose rows are sharded over the ranks."""
 
     kinds: ClassVar = {"weight": Kind.VOCABULARY}
+    heads_share: ClassVar = True
+    """True if a tied head uses this table."""
 
     def __init__(self, rows: int, width: int, ranks: TensorGroup) -> None:
         """rows: of this rank."""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megaconv.model.config import ModelConfig
+from megaconv.planning.carried import caches_keys
 from megaconv.planning.mixers import in_layer
 from megaconv.planning.pipeline_order import Action, forward_order
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
-from megatron_lite.models.carried import caches_keys
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.models.layer_kinds import layer_shares
 from megatron_lite.models.mixers.declaration import Kept

@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
+from megaconv.planning.carried import kind_of, sources
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.carried import KeysAndValues, kind_of, sources
+from megatron_lite.models.carried import KeysAndValues
 from megatron_lite.models.mixers.self_attention import SelfAttention
 from megatron_lite.models.passes import Pass
 

@@ -35,6 +35,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "gpt2": ("gpt2", {}),
     "mixture": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "layer inputs": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 16,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
     "latent": (
         "deepseek_v3",
         {
@@ -54,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SLOW = ("llama", "gpt2", "latent")
+SLOW = ("llama", "gpt2", "latent", "layer inputs")
 ROW = tuple(range(5, 45))
 
 

@@ -79,6 +79,23 @@ def test_operations_are_counted_as_published() -> None:
     assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
 
 
+def test_operations_of_layers_with_heads_of_their_own_are_counted_with_them() -> None:
+    """The second embedding is looked up."""
+    heads = {"layers.head_dim": (None, 512), "layers.kv_heads": (None, 2)}
+    inputs = {"layer_inputs.width": 256, "layer_inputs.vocab": 32000}
+    config = from_fields(
+        "gemma4_text",
+        {
+            "layers.count": 2, "hidden": 2048, "attention.heads": 8, "attention.kv_heads": 4, "attention.head_dim": 256, "mlp.ffn": 8192,
+            "vocab": 32000, "max_positions": 4096, "norm.epsilon": 1e-6, "tie_embeddings": True, **heads, **inputs,
+        },
+    )  # fmt: skip
+    qkvo = 2048 * 2 * (8 * 256 + 4 * 256) + 2048 * 2 * (8 * 512 + 2 * 512)
+    of_inputs = 2 * 256 * 2048 + 2 * 2 * 256 * 2048
+    weights = qkvo + 2 * 3 * 2048 * 8192 + of_inputs + 32000 * 2048
+    assert flops_per_token(config, 1024) == 6 * weights + 12 * 8 * (256 + 512) * 1024
+
+
 def test_a_meter_divides_by_time_and_devices() -> None:
     meter = Meter(flops=1e9, devices=2, peak_tflops=1.0, total_samples=100)
     meter.add(4, 1000)

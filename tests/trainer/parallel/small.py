@@ -68,7 +68,7 @@ _GEMMA_4 = {
     "positions.local_theta": 100.0, "positions.scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
 }  # fmt: skip
 _CARRIED = {
-    "layer_inputs.width": 6, "layer_inputs.vocab": 64, "layers.shares_kv": (False, False, True, True), "layers.ffn": (None, None, 64, 64),
+    "layer_inputs.width": 6, "layer_inputs.vocab": 244, "layers.shares_kv": (False, False, True, True), "layers.ffn": (None, None, 64, 64),
     "layers.keys_as_values": False,
 }  # fmt: skip
 _GEMMA_2 = {

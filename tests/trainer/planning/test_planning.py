@@ -44,6 +44,9 @@ STEPS = [
     Planned("llama", dp=4, distributed=True, zero=3, dtype="bfloat16"),
     Planned("gpt2", pp=2, dp=2, distributed=True, zero=3),
     Planned("mixture", ep=2, dp=4, distributed=True, zero=3),
+    Planned("gemma4", tp=2, pp=2, sequence=True),
+    Planned("gemma4, layer inputs", tp=2, pp=2, sequence=True),
+    Planned("gemma4, layer inputs", pp=2, vpp=2, dp=2, distributed=True, recompute=FULL),
     Planned("bert", tp=2, pp=2, recompute=FULL),
     Planned("bert", tp=2, dp=2, sequence=True, distributed=True),
     Planned("t5", tp=2, dp=2, distributed=True),
@@ -124,7 +127,18 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3", "gpt2", "gemma3", "mixture", "deepseek_v3", "bert", "t5"]
+    "model",
+    [
+        "qwen3",
+        "gpt2",
+        "gemma3",
+        "gemma4",
+        "gemma4, layer inputs",
+        "mixture",
+        "deepseek_v3",
+        "bert",
+        "t5",
+    ],
 )
 @pytest.mark.parametrize("granularity", [None, "selective"])
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
