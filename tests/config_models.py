@@ -562,6 +562,16 @@ OWN_KEYS: dict[str, Raw] = {
     },
     "cohere": {"layer_norm_eps": 1e-5, "head_dim": 4},
     "cohere2": {"layer_norm_eps": 1e-5, "head_dim": 4},
+    "cohere_compass_text": {
+        "layer_norm_eps": 1e-5,
+        "head_dim": 4,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+        },
+    },
     **{name: {"rotary_dim": 2} for name in ("gptj", "codegen")},
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 5},
     "nemotron_h": {

@@ -183,7 +183,16 @@ def hybrid_fields(
 
 MIXED_LAYERS = ("bamba", "granite_moe_hybrid")
 """Families with layers of a Mamba 2 or attention, and an MLP. Megatron has words for them as two layers each."""
-ONE_NORM = ("codegen", "cohere", "cohere2", "cohere2_moe", "falcon", "gptj", "phi")
+ONE_NORM = (
+    "codegen",
+    "cohere",
+    "cohere2",
+    "cohere2_moe",
+    "cohere_compass_text",
+    "falcon",
+    "gptj",
+    "phi",
+)
 """Families whose attention and MLP read the output of one norm."""
 OTHER_NORMS = (
     "bitnet",

@@ -106,7 +106,7 @@ def rope_of(theta: float, **scaling: Any) -> dict[str, Any]:
     return {"rope_type": "default", **scaling, "rope_theta": theta}
 
 
-def two_ropes(full: dict[str, Any], windowed: dict[str, Any]) -> dict[str, Any]:
+def two_ropes(full: dict[str, Any] | None, windowed: dict[str, Any] | None) -> dict[str, Any]:
     """Rope keys as transformers 5 writes them if layers with a window have their own."""
     return {"rope_parameters": {"full_attention": full, "sliding_attention": windowed}}
 
@@ -697,6 +697,19 @@ BEYOND_MEGATRON = {
     "cohere2": Variant(
         "cohere2", {"layer_norm_eps": 1e-3, "sliding_window": WINDOW},
         {"one less": {"sliding_window": WINDOW - 1}, "windows elsewhere": windows(LAYERS - 1)},
+    ),
+    "cohere2, heads of their own size": Variant(
+        "cohere2", {"layer_norm_eps": 1e-3, "sliding_window": WINDOW, "head_dim": 12, "attention_bias": True},
+    ),
+    "cohere_compass_text": Variant(
+        "cohere_compass_text",
+        {"layer_norm_eps": 1e-3, "sliding_window": WINDOW, "head_dim": 12, "logit_scale": 0.5, **windows(2),
+         **two_ropes(None, rope_of(700.0))},
+        {"one less": {"sliding_window": WINDOW - 1}, "logits": {"logit_scale": None},
+         "rope everywhere": two_ropes(rope_of(700.0), rope_of(700.0)),
+         "two bases": two_ropes(rope_of(5000.0), rope_of(700.0)), "no rope": two_ropes(None, None),
+         "scaled": two_ropes(None, rope_of(700.0, rope_type="linear", factor=4.0)),
+         "windows elsewhere": windows(LAYERS - 1), "windows in all layers": windows(0)},
     ),
     "gptj": Variant(
         "gptj", {**GPT2_SIZES, "rotary_dim": 4}, {"rotation": {"rotary_dim": 8}, "activation": {"activation_function": "gelu"}}

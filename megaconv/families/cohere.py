@@ -32,13 +32,13 @@ FIXED: dict[str, Any] = {
 }
 
 
-def command_keys(theta: float) -> tuple[Keys, ...]:
-    """The keys of all Command models. theta: the default of rope's base."""
+def command_keys(theta: float, *, own_size: bool = False) -> tuple[Keys, ...]:
+    """The keys of all Command models. theta: the default of rope's base. own_size: as in `heads`."""
     body = body_keys(
         positions=8192, epsilon=1e-5, epsilon_key="layer_norm_eps", rotation=rope(theta), tied=True, tokens=(5, 255001, 0)
     )  # fmt: skip
     logits = multiplier("logit_scale", "head.divisor", 0.0625)
-    return (*body, heads(None, own_size=False), ATTENTION_BIASES, logits)
+    return (*body, heads(None, own_size=own_size), ATTENTION_BIASES, logits)
 
 
 FAMILY = Family(

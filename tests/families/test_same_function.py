@@ -81,7 +81,7 @@ FOLLOWS = {
     "linear.value_dim": ("linear.key_dim",),
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
-    "layers.rotates": ("layers.chunk", "no_rope_layers"),
+    "layers.rotates": ("layers.chunk", "no_rope_layers", "positions.theta"),
     "mlp.ffn": ("layers.ffn", "experts.ffn"),
     "layers.mlp": ("mlp.ffn",),
     **dict.fromkeys(

@@ -129,6 +129,7 @@ HARMLESS = frozenset(
             "summary_activation",
             "summary_proj_to_labels",
             "summary_first_dropout",
+            "pooling",
         ),
     )
 )
