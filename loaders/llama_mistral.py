@@ -31,6 +31,7 @@ from megaconv.families.parts.meta_params import (
     kind_of,
     load_params,
     read_params,
+    require_read,
 )
 from megaconv.huggingface.weight_files import read_file, read_sharded
 from megaconv.loader import Loader
@@ -72,6 +73,8 @@ def open(path: Path, options: LoadOptions) -> Source:  # noqa: A001
         )
     params = load_params(path / PARAMS_NAME)
     kind = asked or kind_of(params)
+    if options.config is None:
+        require_read(params, kind, path / PARAMS_NAME)
     shards = _read_shards(path)
     config = _configure(path, params, kind, shards, options)
     if options.true_vocab_size not in (None, config.vocab):

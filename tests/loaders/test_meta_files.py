@@ -13,7 +13,12 @@ from torch import nn
 from megaconv.engine.conversion import convert, fingerprint
 from megaconv.engine.preparation import open_source
 from megaconv.errors import CheckpointError
-from megaconv.families.parts.meta_params import ffn_width, write_params
+from megaconv.families.parts.meta_params import (
+    ffn_width,
+    read_params,
+    require_read,
+    write_params,
+)
 from megaconv.input import find_input
 from megaconv.model.fields import changed
 from megaconv.options import ConvertOptions, LoadOptions, SaveOptions
@@ -529,6 +534,33 @@ def test_params_of_another_model_are_refused(
         3,
         *(words if "dim" not in changes or changes["dim"] is None else words[1:]),
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("sliding_window", 64), ("qk_norm", True), ("attn_scale", 2.0), ("causal", False), ("softcap", 30)],
+)  # fmt: skip
+def test_a_key_that_isnt_read_and_may_change_the_model_is_named(
+    name: str, value: object, tmp_path: Path
+) -> None:
+    meta = write_meta(tmp_path / "meta", LLAMA2)
+    params = json.loads((meta / "params.json").read_text())
+    (meta / "params.json").write_text(json.dumps(params | {name: value}))
+    expected = [f"params.json: says {name} = {value!r}", "give --config"]
+    refused(meta, tmp_path / "out", "hf", 2, *expected)
+    harmless = {"causal": True, "max_batch_size": 8, "use_biases": False, "sliding_window": None}
+    (meta / "params.json").write_text(json.dumps(params | harmless))
+    to("hf", meta, tmp_path / "out")
+
+
+def test_mistrals_positions_may_have_the_name_that_transformers_has(tmp_path: Path) -> None:
+    params = {
+        "dim": 64, "n_layers": 2, "n_heads": 8, "hidden_dim": 96, "vocab_size": 136, "max_position_embeddings": 131072,
+        "activation": "silu", "model_type": "transformer", "tied_embeddings": False,
+    }  # fmt: skip
+    require_read(params, "mistral", tmp_path)
+    found = {"vocab": 136, "mlp.ffn": 96, "tie_embeddings": False}
+    assert read_params(params, "mistral", found, tmp_path).max_positions == 131072
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ lacks the number of positions and the scaling of rope. The assumed values are:
     Llama 3     8192 (vocabulary over 100000, or rope_theta 500000); bos 128000, eos 128001
     scaled      131072, by `llama3` scaling from 8192 with factors 1 and 4, times rope_scaling_factor; if that is
                 missing, times 8, or times 32 if the head is tied (Llama 3.2)
-    Mistral     max_seq_len if it is present, else 32768     bos 1, eos 2
+    Mistral     max_seq_len or max_position_embeddings if one is present, else 32768     bos 1, eos 2
 
 Sources: ModelArgs in meta-llama's llama, llama3 and llama-models; TransformerArgs in mistral-inference; the converters
 of these formats in transformers.
@@ -27,7 +27,7 @@ from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, from_fields
 from megaconv.model.meaning import require_kept
@@ -41,6 +41,29 @@ _UNKNOWN = {
     "vision_chunk_size": "an image encoder", "vision_model": "an image encoder", "vision_encoder": "an image encoder",
     "moe_args": "experts", "yarn": "yarn rope scaling", "llama_4_scaling": "scaled attention",
 }  # fmt: skip
+_OF_BOTH = {
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "norm_eps",
+    "rope_theta",
+    "head_dim",
+    "max_seq_len",
+}
+_READ = {
+    "meta": _OF_BOTH | {"use_scaled_rope", "rope_scaling_factor", "rope_high_freq_factor"},
+    "mistral": _OF_BOTH | {"hidden_dim", "moe", "sliding_window", "max_position_embeddings"},
+}
+"""Keys that give the model's configuration, by --checkpoint-type."""
+_HARMLESS = frozenset((
+    # The tensors show these: the width of the MLP, the vocabulary, and whether the head is the embedding.
+    *("multiple_of", "ffn_dim_multiplier", "vocab_size", "tied_embeddings", "hidden_dim"),
+    # Settings of a running program, and of encoders whose own key is refused.
+    *("max_batch_size", "model_parallel_size", "use_kvq", "dtype", "vision_max_num_chunks", "vision_num_cross_attention_layers"),
+))  # fmt: skip
+_NEUTRAL: Mapping[str, Any] = {"causal": True, "activation": "silu", "model_type": "transformer"}
+"""Key -> the only value that these models have, besides null, false and -1."""
 _SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -64,6 +87,19 @@ def load_params(path: Path) -> dict[str, Any]:
                 f"{path}: the model has {what} ({name}), which can't be read from these files"
             )
     return params
+
+
+def require_read(params: Mapping[str, Any], kind: str, path: Path) -> None:
+    """Raise UsageError, which names path, for a key that is not read and may change what the model computes."""
+    for name, value in params.items():
+        is_known = name in _READ[kind] or name in _HARMLESS
+        if is_known or value in (None, False, -1) or value == _NEUTRAL.get(name):
+            continue
+        raise UsageError(
+            f"{path}: says {name} = {value!r:.60}, which is not read here and may change what the model computes; "
+            "give --config with the Hugging Face directory of the model",
+            code="config-needed",
+        )
 
 
 def kind_of(params: Mapping[str, Any]) -> str:
@@ -154,12 +190,16 @@ def _read_mistral(params: Mapping[str, Any], found: Mapping[str, Any]) -> ModelC
             "attention.head_dim": params.get("head_dim") or _per_head(params),
             "mlp.ffn": params["hidden_dim"],
             "positions.theta": float(params.get("rope_theta") or 10_000.0),
-            "max_positions": params.get("max_seq_len") or 32_768,
+            "max_positions": _positions_of_mistral(params),
             "layers.window": None if window is None else int(window),
             "bos_token_id": 1,
             "eos_token_id": 2,
         },
     )
+
+
+def _positions_of_mistral(params: Mapping[str, Any]) -> Any:
+    return params.get("max_seq_len") or params.get("max_position_embeddings") or 32_768
 
 
 def _read_common(params: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
