@@ -312,6 +312,11 @@ OWN_KEYS: dict[str, Raw] = {
         name: {"state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-5}
         for name in ("mamba", "falcon_mamba")
     },
+    "minimax": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "jamba": {
         "num_experts": 6,

@@ -245,6 +245,7 @@ BETWEEN_FILES = (
         "hy_v4",
         "qwen4_exp_text",
         "glm5_next_text",
+        "minimax",
         "phimoe",
         "mamba",
         "falcon_mamba",

@@ -922,6 +922,14 @@ CONVERTED = {
         {"num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3, "attn_layer_period": 2,
          "attn_layer_offset": 0},
     ),
+    "minimax": Variant(
+        "minimax",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "one expert": {"num_experts_per_tok": 1}, "base": rope(700.0),
+         "window": {"sliding_window": WINDOW},
+         **{key: {key: 1.5} for kind in ("full_attn", "linear_attn", "mlp") for key in (f"{kind}_alpha_factor", f"{kind}_beta_factor")}},
+    ),
     "phimoe": Variant(
         "phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": WINDOW},
         {"one less": {"sliding_window": WINDOW - 1}, "epsilon": {"rms_norm_eps": 1e-5}, "farther": {"router_jitter_noise": 0.6},

@@ -83,6 +83,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     ),
     "side_by_side": lambda config: any(each.mixer == "side_by_side" for each in config.layers),
     "mamba_norm": lambda config: config.mamba.norm != "none",
+    "lightning_layers": lambda config: any(each.mixer == "lightning" for each in config.layers),
     "mamba1_layers": lambda config: any(each.mixer == "mamba1" for each in config.layers),
     "mamba1_bias": lambda config: config.mamba1.bias,
     "mamba1_conv_bias": lambda config: config.mamba1.conv_bias,
@@ -176,6 +177,7 @@ OF_LAYER: Mapping[str, Callable[[DescribedModel, LayerKind, int], bool]] = {
     "ngrams": lambda config, kind, layer: kind.ngram_rows > 0,
     "mamba": lambda config, kind, layer: kind.mixer in ("mamba", "side_by_side"),
     "mamba1": lambda config, kind, layer: kind.mixer == "mamba1",
+    "lightning": lambda config, kind, layer: kind.mixer == "lightning",
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (

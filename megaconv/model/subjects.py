@@ -13,9 +13,10 @@ class LayerKind:
     """The parts of one layer of the decoder, or of the only stack."""
 
     mixer: str = "attention"
-    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `mamba1` (Mamba 1), `convolution` (a gated
-    short convolution), `kda` (Kimi delta attention), `side_by_side` (attention and Mamba 2 on the same input),
-    `compressed` (attention with one key for all heads, DeepSeek V4), or `none` in a layer that is only an MLP."""
+    """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `mamba1` (Mamba 1),
+    `convolution` (a gated short convolution), `kda` (Kimi delta attention), `lightning` (lightning attention,
+    MiniMax-Text-01), `side_by_side` (attention and Mamba 2 on the same input), `compressed` (attention with one key for all
+    heads, DeepSeek V4), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None
@@ -172,7 +173,8 @@ class Norm:
     place: str = "before"
     """The place of the norms. `before`: before each sublayer. `after`: on the sublayer's output, before it is added.
     `both`: both of these. `after_sum`: on the sum of the sublayer's input and output, as in the original BERT. `by_mixer`: as
-    `before` in layers with a delta net, and as `after` in all other layers (OLMo Hybrid)."""
+    `before` in layers with a delta net, and as `after` in all other layers (OLMo Hybrid). `residual`: before each sublayer,
+    and the norm's output is also what the sublayer's output is added to (MiniMax-Text-01)."""
     final: bool = True
     """True if a norm follows the last layer."""
     weight: bool = True
@@ -294,7 +296,7 @@ class Encoder:
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors on activations inside a layer (Falcon-H1); 1 in all other models."""
+    """Factors on activations inside a layer (Falcon-H1, MiniMax-Text-01); 1 in all other models."""
 
     keys: float = 1.0
     attention_in: float = 1.0
@@ -312,7 +314,14 @@ class Factors:
     mlp_gate: float = 1.0
     """On the input of the MLP's activation."""
     mlp_down: float = 1.0
-    """On the MLP's output."""
+    """On the output of the MLP or the experts."""
+    attention_residual: float = 1.0
+    """On the values that the output of attention is added to."""
+    lightning_residual: float = 1.0
+    """On the values that the output of lightning attention is added to."""
+    lightning_out: float = 1.0
+    mlp_residual: float = 1.0
+    """On the values that the output of the MLP or the experts is added to."""
 
 
 @dataclass(frozen=True)

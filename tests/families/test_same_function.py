@@ -111,7 +111,8 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
-    "layers.mixer": ("mamba", "linear", "attention", "convolution", "kda", "compressed", ("linear", "linear", "attention", "linear")),
+    "layers.mixer": ("mamba", "linear", "attention", "convolution", "kda", "compressed", "mamba1", "lightning",
+                     ("linear", "linear", "attention", "linear")),
     "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
     "layers.rotates": (False, (True, True, True, False)),
@@ -135,7 +136,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
     "positions.scaling": SCALINGS,
     "compressed.scaling": SCALINGS,
     "norm.kind": ("RMSNorm", "LayerNorm"),
-    "norm.place": ("before", "after", "both", "after_sum", "by_mixer"),
+    "norm.place": ("before", "after", "both", "after_sum", "by_mixer", "residual"),
     "attention.qk_norm_width": ("head", "all", "own"),
     "mlp.activation": ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"),
     "experts.score": ("softmax", "sigmoid", "sqrt_softplus"),

@@ -211,6 +211,8 @@ def every_kind(family: str) -> list[ModelConfig]:
         biases = dict.fromkeys(("attention.qkv_bias", "attention.o_bias", "mlp.bias"), True)
         layers = {"layers.mixer": "side_by_side", "layers.mlp": "dense"}
         return [changed(config, layers | biases)]
+    if family == "minimax":
+        return [changed(config, {"layers.mixer": ("lightning", "attention")})]
     if family == "phimoe":
         return [changed(config, {"head.bias": True})]
     if family in ("mamba", "falcon_mamba"):

@@ -89,6 +89,8 @@ HARMLESS = frozenset(
         *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
         *("time_step_scale", "time_step_init_scheme"),
         # how Mamba 1 is computed
+        # how lightning attention is computed: positions of a block
+        "block_size",
         *("use_mambapy", "use_falcon_mambapy", "use_associative_scan"),
         "mtp_loss_scaling_factor",
         # for generation: which logits are computed, and the states that a cache keeps

@@ -145,8 +145,9 @@ def require_names(config: ModelConfig) -> None:
     found = family(config.family)
     if not found.rows[0].spelling(CORE) or is_of_the_trainer(config):
         savers = "hf or dcp" if config.whole is not None else "hf, dcp or deepspeed"
+        named = found.architectures[0] if found.architectures else found.name
         raise NotExpressible(
-            f"{found.architectures[0]} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
+            f"{named} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
         )
 
 
