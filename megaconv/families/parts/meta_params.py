@@ -63,7 +63,7 @@ _HARMLESS = frozenset((
     *("max_batch_size", "model_parallel_size", "use_kvq", "dtype", "vision_max_num_chunks", "vision_num_cross_attention_layers"),
 ))  # fmt: skip
 _NEUTRAL: Mapping[str, Any] = {"causal": True, "activation": "silu", "model_type": "transformer"}
-"""Key -> the only value that these models have, besides null, false and -1."""
+"""Key -> the only value that these models have, besides null. For other keys, false and -1 are like null."""
 _SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -93,7 +93,8 @@ def require_read(params: Mapping[str, Any], kind: str, path: Path) -> None:
     """Raise UsageError, which names path, for a key that is not read and may change what the model computes."""
     for name, value in params.items():
         is_known = name in _READ[kind] or name in _HARMLESS
-        if is_known or value in (None, False, -1) or value == _NEUTRAL.get(name):
+        neutral = (_NEUTRAL[name], None) if name in _NEUTRAL else (None, False, -1)
+        if is_known or value in neutral:
             continue
         raise UsageError(
             f"{path}: says {name} = {value!r:.60}, which is not read here and may change what the model computes; "
