@@ -32,9 +32,17 @@ def assert_transformers_computes_the_same(run: Path, exported: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        (DENSE, [(2, "--tp 2 --sequence-parallel --ckpt-format torch"), (2, "--pp 2")]),
+        pytest.param(
+            DENSE,
+            [(2, "--tp 2 --sequence-parallel --ckpt-format torch"), (2, "--pp 2")],
+            marks=pytest.mark.slow,
+        ),
         (LAYER_INPUTS, [(2, "--tp 2 --ckpt-format torch --recompute-activations"), (2, "--pp 2")]),
-        (MIXTURE, [(2, "--ep 2 --use-distributed-optimizer"), (2, "--tp 2 --sequence-parallel")]),
+        pytest.param(
+            MIXTURE,
+            [(2, "--ep 2 --use-distributed-optimizer"), (2, "--tp 2 --sequence-parallel")],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
