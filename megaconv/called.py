@@ -4,6 +4,7 @@ Without this check, a misspelled option or text instead of a number would fail d
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
@@ -19,6 +20,9 @@ R = TypeVar("R")
 
 _WIDER: Mapping[Any, tuple[type, ...]] = {int: (Integral,), float: (Real,)}
 """For each declared type, the abstract type that numpy's numbers belong to as well."""
+
+_MODULES = re.compile(r"(?:\w+\.)+(?=\w)")
+"""The modules before a type's name. Python's versions differ: `pathlib.Path`, `pathlib._local.Path`."""
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -81,7 +85,4 @@ def _fits(value: object, hint: Any) -> bool:
 
 def spelled(hint: Any) -> str:
     """A type hint as text, such as `str | Path | None`, without the modules of its types."""
-    text = inspect.formatannotation(hint)
-    for module in ("collections.abc.", "pathlib.", "typing."):
-        text = text.replace(module, "")
-    return ".".join(text.split(".")[-1:]) if "[" not in text and "|" not in text else text
+    return _MODULES.sub("", inspect.formatannotation(hint))

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -105,7 +104,7 @@ class _Planner(SavePlanner):
         """Plan this rank's blocks and objects."""
         tensors = [_tensor_item(shard) for shard in self._shards.values()]
         others = [
-            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(len(content)))
+            WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO)
             for key, content in self._objects.items()
         ]
         return SavePlan(tensors + others)

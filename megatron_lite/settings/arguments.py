@@ -223,7 +223,8 @@ def _shown(default: Any) -> str:
 
 def _element(hint: Any) -> Any:
     """Return int for both int and tuple[int, ...]."""
-    return hint if isinstance(hint, type) else get_args(hint)[0]
+    # isinstance(tuple[int, ...], type) is true in Python 3.10.
+    return get_args(hint)[0] if get_args(hint) else hint
 
 
 def _reader(kind: type, choices: Collection[str] = ()) -> Callable[[str], Any]:
@@ -345,11 +346,11 @@ def _convert(path: str, name: str, value: Any, hint: Any) -> Any:
     choices = flags()[name][1].metadata["choices"]
     read = _reader(_element(hint), choices)
     try:
-        if isinstance(hint, type):
-            found = read(str(value))
-        else:
+        if get_args(hint):
             words = value if isinstance(value, list) else str(value).split()
             found = [read(str(word)) for word in words]
+        else:
+            found = read(str(value))
     except (ValueError, argparse.ArgumentTypeError):
         raise UsageError(
             f"{path}: {name}: expected {getattr(hint, '__name__', hint)}, found {value!r:.60}"

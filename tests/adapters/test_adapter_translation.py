@@ -386,7 +386,7 @@ def test_matrices_of_experts_of_another_kind_are_named(
     config: dict[str, Any], name: str, shape: tuple[int, ...], words: list[str], tmp_path: Path
 ) -> None:
     def changed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        kept = {name: tensor for name, tensor in tensors.items() if "experts.lora" in name}
+        kept = {key: tensor for key, tensor in tensors.items() if "experts.lora" in key}
         return kept | {
             f"base_model.model.model.layers.{layer}.mlp.{name}": torch.zeros(shape)
             for layer in (0, 1)

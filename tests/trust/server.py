@@ -28,8 +28,9 @@ from megaconv.families import families
 SECONDS = 30.0
 """After which a case that has not ended is one that hangs; on a quiet machine they take hundredths of one."""
 
-_ADDRESS_SPACE = 2 << 30
-"""Bytes of address space for a case, so that a case that takes everything doesn't harm the machine."""
+_MEMORY = 2 << 30
+"""Bytes of data for a case, so that a case that takes everything doesn't harm the machine. An import of torch with CUDA
+takes much more address space than that, and little of it is data."""
 
 _FORBIDDEN = frozenset((
     "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.forkpty", "pty.spawn", "subprocess.Popen",
@@ -152,7 +153,7 @@ def _become(
             os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
         )
         sys.argv = ["megaconv", *arguments]
-        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+        resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY, _MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if prepare is not None:
             prepare()
