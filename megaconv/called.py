@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from numbers import Integral, Real
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megaconv.options import options_of
@@ -85,4 +85,6 @@ def _fits(value: object, hint: Any) -> bool:
 
 def spelled(hint: Any) -> str:
     """A type hint as text, such as `str | Path | None`, without the modules of its types."""
-    return _MODULES.sub("", inspect.formatannotation(hint))
+    if get_origin(hint) is Union:  # Python 3.10 makes one of `str | None` where the default is None
+        return " | ".join(map(spelled, get_args(hint)))
+    return "None" if hint is NoneType else _MODULES.sub("", inspect.formatannotation(hint))

@@ -1,9 +1,11 @@
 """The command line run by tests, and what has to hold after every run that fails."""
 
+import fcntl
 import gc
 import os
 import pty
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -79,7 +81,7 @@ def finish(process: Started, seconds: float = 30) -> Outcome:
 def on_a_terminal(*arguments: object, **environment: str) -> str:
     """All that a command writes when it talks to a terminal."""
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 100))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     command = [sys.executable, "-c", MAIN, *map(str, arguments)]
     root = str(Path(__file__).parents[1])
     with subprocess.Popen(

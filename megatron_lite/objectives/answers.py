@@ -5,7 +5,7 @@ A run goes through its files in epochs, and measures after each epoch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Answers(Objective):
         self.task, self.rows = task, task.rows
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "Answers | None":
         name = settings.tasks.task
         return None if name is None or name not in TASKS else cls(TASKS[name])
 

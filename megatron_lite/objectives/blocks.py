@@ -1,6 +1,6 @@
 """The inverse cloze task (ICT): a biencoder learns to find the block that a sentence was taken from."""
 
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from formats.wording import counted
 from megaconv.errors import UsageError
@@ -33,7 +33,7 @@ class Blocks(Objective):
     )
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "Blocks | None":
         return cls() if model_type == "biencoder" else None
 
     def prepared(

@@ -1,7 +1,7 @@
 """Masked words, which a BERT or a T5 predicts from the words around them."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from megaconv.errors import UsageError
 from megatron_lite.data.batches import Batch
@@ -34,7 +34,7 @@ class MaskedWords(Objective):
     )
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "MaskedWords | None":
         return cls() if model_type == "bert" else None
 
     def extra_ids(self, settings: Settings) -> int | None:
@@ -77,7 +77,7 @@ class MaskedSpans(Objective):
     nothing_found: ClassVar = "documents of sentences are needed, none longer than 512 tokens: preprocess --split-sentences"
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "MaskedSpans | None":
         return cls() if model_type == "t5" else None
 
     def extra_ids(self, settings: Settings) -> int | None:

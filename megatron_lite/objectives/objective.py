@@ -1,7 +1,7 @@
 """A training objective: what a run learns, and from which data."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -44,7 +44,7 @@ class Objective:
     """The advice if there is no sample."""
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "Objective | None":
         """Return the objective if the flags select it, else None. model_type: `gpt`, `bert` or `t5`."""
         return cls()
 

@@ -1,7 +1,7 @@
 """DPO: learning from pairs of answers, one chosen and one rejected."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.batches import Batch
@@ -31,7 +31,7 @@ class Pairs(Objective):
     data_words: ClassVar = " on pairs"
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "Pairs | None":
         return cls() if settings.dpo.dpo else None
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ class Passages(Objective):
     perplexity: ClassVar = False
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "Passages | None":
         return cls() if settings.tasks.task == NAME else None
 
     def prepared(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -48,7 +48,7 @@ class Completed(Objective):
         self.grpo, self.rows = grpo, grpo.num_generations
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "Completed | None":
         return cls(settings.grpo) if settings.grpo.grpo else None
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:

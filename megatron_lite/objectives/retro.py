@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,7 +134,7 @@ class RetroText(Objective):
     nothing_found: ClassVar = "the project was built without training samples"
 
     @classmethod
-    def of(cls, settings: Settings, model_type: str) -> Self | None:
+    def of(cls, settings: Settings, model_type: str) -> "RetroText | None":
         return None if settings.retro.retro_project_dir is None else cls()
 
     def prepared(

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.state import Progress
@@ -55,7 +54,7 @@ class TrainingData(ABC):
 
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
-    ) -> tuple[Settings, Self]:
+    ) -> tuple[Settings, "TrainingData"]:
         """Return (settings with the length of the run in steps, data fitted to the length of a sample).
 
         progress: of the continued run. say: receives a line for each value that no flag sets. Raises UsageError.
