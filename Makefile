@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a fresh machine with Python 3.10 or newer.
+# `make demo` does everything on a fresh machine with Python 3.10 or newer, and `make test` with 3.11 or newer.
 
 PYTHON ?= python3
 VENV := .venv
@@ -51,6 +51,7 @@ check: $(VENV)/.tested
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	$(BIN)/vermin --quiet --no-tips --eval-annotations --target=3.10- $(SOURCES)
 	$(BIN)/python docs/plain_english.py
 
 docs: $(VENV)/.documented

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,8 +24,8 @@ from megatron_lite.settings.parallel import Parallel
 HEAD_START_S = 60.0
 """Time from --distributed-timeout-minutes until calls of groups fail. The heartbeat reports the cause meanwhile."""
 
-OLDEST_TORCH = (2, 7)
-"""The first torch whose autograd can start from an edge of the graph. A stage then needn't keep its output."""
+OLDEST_TORCH = (2, 9)
+"""The first torch whose backward pass can start from any edge of the graph. A stage then needn't keep its output."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
@@ -120,12 +119,9 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
     )
 
 
-def _heartbeat(store: Store, rank: int, world: int, patience: timedelta | None) -> Heartbeat | None:
-    """Start the heartbeat; None with torch before 2.8, which provides no second connection to the store."""
-    clone: Callable[[], Store] | None = getattr(store, "clone", None)
-    if clone is None:
-        return None
-    own = clone()
+def _heartbeat(store: Store, rank: int, world: int, patience: timedelta | None) -> Heartbeat:
+    """Start the heartbeat, with a second connection to the store."""
+    own: Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs omit it
 
     def end(cause: str | None) -> None:
         if cause is not None:
