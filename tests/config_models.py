@@ -312,6 +312,7 @@ OWN_KEYS: dict[str, Raw] = {
         name: {"state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-5}
         for name in ("mamba", "falcon_mamba")
     },
+    "hrm_text": {"num_layers_per_stack": None, "head_dim": 4},
     "minimax": {
         "num_local_experts": 6,
         "num_experts_per_tok": 3,

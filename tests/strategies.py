@@ -245,6 +245,7 @@ BETWEEN_FILES = (
         "hy_v4",
         "qwen4_exp_text",
         "glm5_next_text",
+        "hrm_text",
         "minimax",
         "phimoe",
         "mamba",
@@ -323,6 +324,8 @@ def own_fields(family: str) -> dict[str, Any]:
     if family in ("mamba", "falcon_mamba", "jamba"):
         sizes = {"width": 8, "state": 3, "conv": 4, "rank": 2}
         inputs = {f"mamba1.{name}": size for name, size in sizes.items()}
+    if family == "hrm_text":
+        inputs = {"recurrence.high": 2, "recurrence.low": 1}
     if family == "muse_spark_text":
         inputs = {"experts.latent": 4, "residual_temperature": 0.3}
     if family in ("apertus1p5_text", "molmo2_text"):

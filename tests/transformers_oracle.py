@@ -922,6 +922,11 @@ CONVERTED = {
         {"num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_expand": 3, "attn_layer_period": 2,
          "attn_layer_offset": 0},
     ),
+    "hrm_text": Variant(
+        "hrm_text", {"head_dim": 12, "H_cycles": 2, "L_cycles": 2, "embedding_scale": 3.0},
+        {"more runs": {"H_cycles": 3, "num_hidden_layers": 9 * LAYERS}, "fewer runs": {"L_cycles": 1, "num_hidden_layers": 4 * LAYERS},
+         "epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0), "scale": {"embedding_scale": 2.0}},
+    ),
     "minimax": Variant(
         "minimax",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 12,

@@ -36,9 +36,13 @@ from megaconv.model.table import canonical_shapes
 
 _log = logging.getLogger("megaconv")
 
-_SEPARATE = (".block_sparse_moe.", ".mlp.gate.weight_1", ".attention.wkv_b.")
+_SEPARATE = (
+    *(".block_sparse_moe.", ".mlp.gate.weight_1", ".attention.wkv_b."),
+    "L_module.layers.0.self_attn.",
+)
 """Parts of names in files in which each expert has tensors of its own, under other names than in transformers' class:
-names of Mixtral's, the second router of ERNIE 4.5 VL, and Mistral Large 4's latent attention."""
+names of Mixtral's, the second router of ERNIE 4.5 VL, and Mistral Large 4's latent attention. The last is of transformers'
+class of HRM-Text, whose published files have q, k, v and a gate in one tensor."""
 _FUSED = ".self_attn.att_proj."
 """Part of the names of files with q, k and v in one tensor, under other names than those of transformers' class."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")

@@ -38,6 +38,7 @@ _FIELDS = {
     "latent.kv_rank": WIDTH, "latent.q_rank": WIDTH, "latent.rope_dim": WIDTH, "latent.v_dim": WIDTH,
     "linear.key_heads": WIDTH, "linear.value_heads": WIDTH, "linear.key_dim": WIDTH,
     "linear.value_dim": WIDTH, "linear.conv": WIDTH, "mamba.heads": WIDTH, "mamba.head_dim": WIDTH,
+    "recurrence.high": EXPERTS, "recurrence.low": EXPERTS,
     "mamba1.width": WIDTH, "mamba1.state": WIDTH, "mamba1.conv": WIDTH, "mamba1.rank": WIDTH,
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
     "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,

@@ -21,7 +21,13 @@ from megaconv.model.mixers import (
     ShortConvolution,
 )
 from megaconv.model.own_names import OwnNames
-from megaconv.model.streams import HyperConnections, LayerInputs, NGrams, Streams
+from megaconv.model.streams import (
+    HyperConnections,
+    LayerInputs,
+    NGrams,
+    Recurrence,
+    Streams,
+)
 from megaconv.model.subjects import (
     MLP,
     Attention,
@@ -71,6 +77,7 @@ class DescribedModel:
     streams: Streams = field(default_factory=Streams)
     hyper: HyperConnections = field(default_factory=HyperConnections)
     ngrams: NGrams = field(default_factory=NGrams)
+    recurrence: Recurrence = field(default_factory=Recurrence)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)
     head: Head = field(default_factory=Head)

@@ -83,6 +83,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     ),
     "side_by_side": lambda config: any(each.mixer == "side_by_side" for each in config.layers),
     "mamba_norm": lambda config: config.mamba.norm != "none",
+    "recurrence": lambda config: config.recurrence.high > 0,
     "lightning_layers": lambda config: any(each.mixer == "lightning" for each in config.layers),
     "mamba1_layers": lambda config: any(each.mixer == "mamba1" for each in config.layers),
     "mamba1_bias": lambda config: config.mamba1.bias,

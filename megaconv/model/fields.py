@@ -133,6 +133,7 @@ STRUCTURE = (
     *("mamba1.width", "mamba1.state", "mamba1.conv", "mamba1.rank", "mamba1.bias"),
     *("mamba1.conv_bias", "mamba1.norms"),
     "convolution.width",
+    "recurrence.high",
 )
 """Fields that decide the names and shapes of tensors. Two descriptions of one checkpoint have to agree on these."""
 

@@ -96,6 +96,7 @@ _SWITCHES = (
     "experts.count",
     "hyper.streams",
     "indexer.heads",
+    "recurrence.high",
     "retrieval.layers",
     "streams.count",
 )

@@ -6,8 +6,9 @@ hf        transformers' names. `stacked`: all experts of a layer in one tensor. 
           memory, and writes them so if its option says not to keep the older form. `stacked_transposed`: the same,
           with each expert transposed. `mtp_stacked`: only the experts of multi-token prediction (MTP) layers are in
           one tensor (Qwen 3.6). `separate`: each expert in tensors of its own, under other names than those of
-          transformers' class (MiniMax M3). `fused`: q, k and v in one tensor, under other names than those of
-          transformers' class (Molmo 2). `fused_halved`: the same, with the embedding in two halves.
+          transformers' class (MiniMax M3), or q, k and v, which published files have in one tensor (HRM-Text).
+          `fused`: q, k and v in one tensor, under other names than those of transformers' class (Molmo 2).
+          `fused_halved`: the same, with the embedding in two halves.
 core      Megatron core with Transformer Engine's layers; each expert is a separate module. `local`: Megatron's own
           layers. `local_keys`: Megatron's own layers under Transformer Engine's names, as in distributed checkpoints.
           `grouped`: one tensor per expert in a grouped layer of Transformer Engine. `legacy_grouped`: one tensor for

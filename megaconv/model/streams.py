@@ -81,3 +81,13 @@ class NGrams:
     """
     stored_hashes: bool = field(default=False, compare=False)
     """True if files hold the numbers that the hashes multiply and divide by. These follow from the other fields."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """Two stacks of equally many layers that take turns (HRM-Text). Both numbers are 0 in models without them."""
+
+    high: int = 0
+    """Runs of the high stack. It reads the sum of its own last output and that of the low stack."""
+    low: int = 0
+    """Runs of the low stack before each run of the high one."""

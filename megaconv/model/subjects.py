@@ -82,6 +82,8 @@ class Attention:
     qk_l2_norm: bool = False
     """True if q and k of rotating layers are divided by the root mean square of their elements: a norm without weights.
     """
+    prefix: bool = False
+    """True if tokens of a prompt that a caller marks (token_type_ids) attend to each other in both directions."""
     qk_norm_weight: bool = True
     """False if the norms of q and k have no trained values."""
     query_factor: float | None = None

@@ -89,6 +89,7 @@ HARMLESS = frozenset(
         *("linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
         *("time_step_scale", "time_step_init_scheme"),
         # how Mamba 1 is computed
+        "L_bp_cycles",
         # how lightning attention is computed: positions of a block
         "block_size",
         *("use_mambapy", "use_falcon_mambapy", "use_associative_scan"),
