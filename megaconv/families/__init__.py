@@ -19,7 +19,13 @@ from megaconv.errors import (
     UnsupportedInput,
     UsageError,
 )
-from megaconv.families.parts.hf_config import as_file, load_config, quant_method, updated
+from megaconv.families.parts.hf_config import (
+    as_file,
+    load_config,
+    quant_method,
+    require_causal,
+    updated,
+)
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.own_names import OWN_NAMES, config_of_own_names, without_family
@@ -115,6 +121,8 @@ class Family:
         found = read_keys(
             self.name, self.keys, self.fixed, self.only, by_own_names(raw, self.aliases)
         )
+        if not found.has("encoder") and not found.has("transform"):
+            require_causal(raw, CONFIG_NAME)
         return replace(found, hf=dict(raw))
 
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:

@@ -562,6 +562,8 @@ CASES = [
         CorruptCheckpoint,
         "no_rope_layers lists 1 layer, the model has 3",
     ),
+    Refused("llama", {"is_causal": False}, {}, UnknownFamily, "is_causal False makes an encoder"),
+    Refused("qwen2", {"is_causal": None}, {}, UnknownFamily, "is_causal None makes an encoder"),
     Refused(
         "gemma",
         {"use_bidirectional_attention": True},
@@ -623,6 +625,7 @@ def test_a_naming_scheme_that_cannot_represent_a_model_is_refused(
 ) -> None:
     plain = {
         "rope_interleave",
+        "is_causal",
         "attention_bias",
         "mlp_bias",
         "no_rope_layers",

@@ -1,4 +1,4 @@
-"""A config.json as a file: reads it, checks it for quantized weights, and writes it again with the model's own keys."""
+"""A config.json as a file: reads it, checks it for quantized weights and for encoders, and writes it again with the model's own keys."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
-from megaconv.errors import CorruptCheckpoint, UnsupportedInput
+from megaconv.errors import CorruptCheckpoint, UnknownFamily, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
 QUANT_METHODS = ("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes")
@@ -83,6 +83,14 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
             f"or one quantized as {' or '.join(QUANT_METHODS)}"
         )
     return str(method)
+
+
+def require_causal(config: Mapping[str, Any], where: str) -> None:
+    """Raise UnknownFamily if each token attends to the later ones too. transformers 5 reads the key in all decoders."""
+    if not config.get("is_causal", True):
+        raise UnknownFamily(
+            f"{where}: is_causal {config['is_causal']!r:.40} makes an encoder of the model; only decoders are supported"
+        )
 
 
 _ROPE = ("rope_theta", "rope_scaling", "partial_rotary_factor")
