@@ -35,6 +35,7 @@ WITHOUT_CLASS = (
         "baichuan",
         "bailing_moe2",
         "exaone",
+        "hy_v4_vl_text",
         "internlm2",
         "kimi_k3",
         "mimo",
@@ -44,7 +45,7 @@ WITHOUT_CLASS = (
     *("sarvam_mla", "sarvam_moe"),
 )
 """Families that no release of transformers has, or only releases after the tests'."""
-NEWER_KINDS = ("apertus1p5_text",)
+NEWER_KINDS = ("apertus1p5_text", "hy_v4_vl_text")
 """Values of model_type that only releases after the tests' have a class for."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [
@@ -433,14 +434,17 @@ OWN_KEYS: dict[str, Raw] = {
         ],
         "indexer_types": ["full", "shared", "full", "full"],
     },
-    "hy_v4": {
-        **LATENT_KEYS,
-        **INDEXER_KEYS,
-        **MLP_KINDS,
-        "head_dim": LATENT_SIZES["qk_rope_head_dim"],
-        "indexer_types": ["full", "shared", "full", "shared"],
-        "hc_mult": 2,
-        "swiglu_limit": 7.0,
+    **{
+        name: {
+            **LATENT_KEYS,
+            **INDEXER_KEYS,
+            **MLP_KINDS,
+            "head_dim": LATENT_SIZES["qk_rope_head_dim"],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "hc_mult": 2,
+            "swiglu_limit": 7.0,
+        }
+        for name in ("hy_v4", "hy_v4_vl_text")
     },
     "mistral_large4_text": {
         **{key: size for key, size in LATENT_KEYS.items() if key != "q_lora_rank"},

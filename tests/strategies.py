@@ -243,6 +243,7 @@ BETWEEN_FILES = (
         "mimo_v2_flash",
         "mistral_large4_text",
         "hy_v4",
+        "hy_v4_vl_text",
         "qwen4_exp_text",
         "glm5_next_text",
         "hrm_text",
@@ -317,7 +318,7 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = COMPRESSED
     if family == "glm5_next_text":
         inputs = {"hyper.streams": 2, "indexer.pool": 2}
-    if family == "hy_v4":
+    if family in ("hy_v4", "hy_v4_vl_text"):
         inputs = {"hyper.streams": 2, "experts.clamp": 7.0}
     if family == "qwen4_exp_text":
         inputs = OF_QWEN_4

@@ -73,6 +73,7 @@ _PUBLISHED = (
     # what save_pretrained writes: its renamings, read backwards, also fit other names
     (r"(model\.layers\.\d+\.)hc_pre\.(hc_attn_layer|hc_mlp_layer)\.", r"\1\2.hc_pre."),
     (r"model\.hc_pre\.hc_head\.", "model.hc_head."),
+    (r"model\.hc_head\.hc_pre\.", "model.hc_head."),
     (r"(model\.layers\.\d+\.mlp\.(?:shared_experts\.)?)linear_gate\.", r"\1gate_proj."),
     # the names of transformers' class
     (r"(model\.layers\.\d+\.)attn_hc\.", r"\1hc_attn_layer.hc_pre.hc_"),

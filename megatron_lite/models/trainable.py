@@ -52,6 +52,7 @@ CONVERTED_ONLY = {
     "mamba": "Mamba 1",
     "falcon_mamba": "Mamba 1",
     "jamba": "Mamba 1",
+    "hy_v4_vl_text": "several residual streams, layers that share an indexer's choice, and limits in experts alone",
     "kimi_k3": "Kimi delta attention with a bounded decay, and attention to the outputs of earlier blocks of layers",
     "kimi_linear": "Kimi delta attention, whose state forgets each channel by itself",
     "muse_glimmer_text": "norms of q, k and the embedding without weights, and factors on queries",

@@ -33,7 +33,8 @@ SILENT = {
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
     *(("mistral_large4_text", key) for key in ("first_k_dense_replace", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")),
-    *(("hy_v4", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers")),
+    *((name, key) for name in ("hy_v4", "hy_v4_vl_text")
+      for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_nextn_predict_layers")),
     *(("glm5_next_text", key) for key in ("head_dim", "qk_head_dim", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")),
     ("bailing_hybrid", "layer_group_size"), ("bailing_hybrid", "first_k_dense_replace"), ("bailing_hybrid", "short_conv_kernel_size"),
     # layers for multi-token prediction, which are left out

@@ -17,6 +17,15 @@ from megaconv.model.natives import native_tensors
 from tests.config_models import raw_config
 from tests.families.test_published_models import PUBLISHED
 from tests.transformers_oracle import CONVERTED, compute, create, load
+from tests.whole_models import (
+    assert_same_files,
+    hidden_states,
+    load_class,
+    logits_of_text,
+    raw_config_of,
+    weights,
+    write_model_files,
+)
 
 Tensors = dict[str, torch.Tensor]
 PREVIEW = PUBLISHED["tencent/Hy4-preview"]["config"]
@@ -147,3 +156,58 @@ def test_keys_that_transformers_ignores_are_read_if_they_say_what_it_computes() 
     older |= {"enable_ihc": True, "num_nextn_predict_layers": 1, "learnable_sink_init": 0.5}
     assert not lost_fields(table.read_hf(raw), table.read_hf(raw | older))
     assert json.loads(json.dumps(table.write_hf(table.read_hf(raw | older))))["layer_types"] == ["indexed_attention"] * 4  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("form", ["published", "saved by transformers 5.24"])
+def test_the_language_model_of_hunyuan_v4_vl_is_converted_alone_and_with_its_encoder(
+    form: str, forms: dict[str, Path], tmp_path: Path
+) -> None:
+    """Published files name the language model's tensors as those of Hunyuan V4; save_pretrained changes three names."""
+    text = raw_config_of(forms["published"])
+    rope = {**text["rope_parameters"], "mrope_section": [1, 1, 0]}
+    inside = {**text, "model_type": "hy_v4_vl_text", "rope_parameters": rope}
+    raw = {"architectures": ["HYV4VLForConditionalGeneration"], "model_type": "hy_v4_vl",
+           "text_config": inside, "vision_config": {}, "tie_word_embeddings": False}  # fmt: skip
+    tower = {"vit.layers.0.self_attn.q_proj.weight": torch.ones(3, 4)}
+    held = weights(forms["published"]) | tower
+    published = write_model_files(tmp_path / "published", held, raw)
+    if form != "published":
+        held = {name.replace(".hc_head_", ".hc_pre.hc_head_"): each for name, each in held.items()}
+    whole = write_model_files(tmp_path / "whole", held, raw)
+    alone, copy = tmp_path / "alone", tmp_path / "copy"
+    report = megaconv.convert(whole, alone, saver="hf", text_only=True, workers=1)
+    found = report.header.config
+    assert (found.family, found.latent.norm_epsilon) == ("hy_v4_vl_text", None)
+    megaconv.convert(whole, copy, saver="hf", verify=True, workers=1)
+    assert_same_files(copy, published)
+    assert_same_files(alone, forms["published"])
+
+
+@pytest.mark.oracle
+def test_transformers_computes_the_same_with_a_hunyuan_v4_vl(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "HYV4VLConfig"):
+        pytest.skip("transformers 5.24 is the first release with this class")
+    rope = {"rope_type": "default", "rope_theta": 700.0, "mrope_section": [1, 1, 0]}
+    text = {**CONVERTED["hy_v4"].settings, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 4,
+            "num_attention_heads": 8, "vocab_size": 131, "rms_norm_eps": 1e-3, "pad_token_id": 6, "rope_parameters": rope}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 4,
+              "patch_size": 14, "out_hidden_size": 64}  # fmt: skip
+    torch.manual_seed(20)
+    model = transformers.HYV4VLForConditionalGeneration(
+        transformers.HYV4VLConfig(text_config=text, vision_config=vision)
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    source, whole, alone = (tmp_path / name for name in ("hf", "whole", "alone"))
+    model.float().save_pretrained(source)
+    megaconv.convert(source, whole, saver="hf", verify=True, workers=1)
+    megaconv.convert(source, alone, saver="hf", verify=True, workers=1, text_only=True)
+    original, copy = (
+        load_class(path, "HYV4VLForConditionalGeneration") for path in (source, whole)
+    )
+    assert torch.equal(logits_of_text(copy), logits_of_text(original))
+    expected = hidden_states(original.model.language_model)
+    assert torch.equal(hidden_states(load_class(alone, "HYV4VLTextModel")), expected)

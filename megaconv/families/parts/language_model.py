@@ -91,6 +91,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5_vl_moe_text": {"vocab_size": 103424, "hidden_size": 2560, "num_hidden_layers": 28, "num_attention_heads": 20},
     "glm5_next_text": {"vocab_size": 154880, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "mistral_large4_text": {"vocab_size": 204800, "hidden_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64},
+    "hy_v4_vl_text": {"vocab_size": 120832, "hidden_size": 6144, "num_hidden_layers": 78, "num_attention_heads": 64},
     "muse_glimmer_text": {"vocab_size": 202048, "hidden_size": 6656, "num_hidden_layers": 52, "num_attention_heads": 32},
     "muse_spark_text": {"vocab_size": 202048, "hidden_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 128},
     "qwen4_exp_text": {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
@@ -118,7 +119,7 @@ _ALWAYS: Mapping[str, Mapping[str, Any]] = {
 
 _OF_IMAGES = re.compile("(image|video|vision)_")
 _MROPE = ("mrope_section", "mrope_interleaved")
-_WITH_SECTIONS = ("ernie4_5_vl_moe_text", "ernie4_5_moe_vl")
+_WITH_SECTIONS = ("ernie4_5_vl_moe_text", "ernie4_5_moe_vl", "hy_v4_vl_text")
 """model_type of language models whose own classes read mrope_section. All others are plain text models by themselves."""
 OUTSIDE = ("model.vision_model.", "model.vision_tower.", "model.resampler_model.")
 """Prefixes of the names of encoders and projectors. Some models hold them beside a language model whose own names have no
