@@ -10,6 +10,7 @@ from megaconv.errors import UsageError
 from megaconv.local_paths import local_path, local_word
 from megatron_lite.data.finetuning.records import find_files
 from megatron_lite.data.recipes.documents import Reader
+from megatron_lite.data.recipes.outputs import is_in, require_no_input
 
 
 @dataclass(frozen=True)
@@ -78,18 +79,10 @@ def recipe_places(given: argparse.Namespace) -> RecipePlaces:
 
 def _require_separate(files: Sequence[str], output: Path, removed: Path) -> None:
     """Raise UsageError if an output lies in the other one, or holds an input: it would replace what it reads."""
-    if _is_inside(output, removed) or _is_inside(removed, output):
+    if is_in(output, removed) or is_in(removed, output):
         raise UsageError(f"--keep-removed {removed}: overlaps with --output {output}")
     for place in (output, removed):
-        inside = [file for file in files if _is_inside(Path(file), place)]
-        if inside:
-            raise UsageError(
-                f"--input {inside[0]}: lies in the output {place}; choose another directory"
-            )
-
-
-def _is_inside(path: Path, directory: Path) -> bool:
-    return path.resolve().is_relative_to(directory.resolve())
+        require_no_input(place, files)
 
 
 def _warn(message: str) -> None:

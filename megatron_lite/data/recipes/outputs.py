@@ -19,6 +19,7 @@ from megatron_lite.data.packages import package
 
 _GZIP, _ZSTANDARD = ".gz", ".zst"
 _RECORDS = (".jsonl", ".json")
+_OF_TOKENIZERS = ("merges.txt", "vocab.txt")
 
 
 def output_names(files: Sequence[str]) -> list[str]:
@@ -48,12 +49,12 @@ def _as_json_lines(path: Path) -> str:
 
 
 @contextmanager
-def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def staged_directory(target: Path, inputs: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
     """Yield a hidden directory beside the target, which takes the target's place at the end.
 
-    After an error nothing is left. Raises TargetExists.
+    After an error nothing is left. Raises TargetExists, and UsageError as require_free does.
     """
-    require_free(target, overwrite=overwrite)
+    require_free(target, inputs, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -64,12 +65,43 @@ def staged_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def require_free(target: Path, *, overwrite: bool) -> None:
-    """Raise TargetExists if the target can't become an output."""
-    if target.exists() and not overwrite:
+def require_free(target: Path, inputs: Sequence[str], *, overwrite: bool) -> None:
+    """Raise TargetExists if the target can't become an output, and UsageError if it holds one of the inputs."""
+    require_no_input(target, inputs)
+    if not target.exists():
+        return
+    if not overwrite:
         raise TargetExists(f"{target}: exists; choose another directory, or pass --overwrite")
-    if target.exists() and not target.is_dir():
+    if not target.is_dir():
         raise TargetExists(f"{target}: is no directory, so --overwrite doesn't replace it")
+    other = next((path for path in target.rglob("*") if not _may_be_an_output(path)), None)
+    if other is not None:
+        raise TargetExists(
+            f"{other}: is no file that `data` writes, so --overwrite doesn't replace {target}; "
+            "choose another directory, or remove the file yourself"
+        )
+
+
+def require_no_input(target: Path, inputs: Sequence[str]) -> None:
+    """Raise UsageError if one of the inputs lies in a directory that an output replaces."""
+    for file in inputs:
+        if is_in(Path(file), target):
+            raise UsageError(
+                f"--input {file}: lies in the output {target}; choose another directory"
+            )
+
+
+def is_in(path: Path, directory: Path) -> bool:
+    """Return whether a file lies in a directory, or is that place itself."""
+    return path.resolve().is_relative_to(directory.resolve())
+
+
+def _may_be_an_output(path: Path) -> bool:
+    """Return whether the commands of `data` write such files: JSON lines, also compressed, and files of tokenizers."""
+    if path.is_symlink():
+        return False
+    plain = path.with_suffix("") if path.suffix in (_GZIP, _ZSTANDARD) else path
+    return path.is_dir() or plain.suffix in _RECORDS or path.name in _OF_TOKENIZERS
 
 
 def take_place(staging: Path, target: Path) -> None:

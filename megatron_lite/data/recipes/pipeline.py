@@ -184,7 +184,7 @@ def perform(run: Run, stages: Callable[[Path], Iterable[Stage]]) -> PipelineRepo
     started = time.monotonic()
     places, partial = run.places, run.partial
     for target in (places.output, places.keep_removed):
-        require_free(target, overwrite=places.overwrite)
+        require_free(target, places.files, overwrite=places.overwrite)
     options = _prepare(run)
     with _stderr_in(partial / "log.txt"):
         for number, stage in enumerate(stages(partial)):

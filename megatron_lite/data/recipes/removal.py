@@ -92,8 +92,12 @@ class Corpus:
         places = self._places
         with ExitStack() as stack:
             enter = stack.enter_context
-            self._output = enter(staged_directory(places.output, overwrite=places.overwrite))
-            self._removed = enter(staged_directory(places.keep_removed, overwrite=places.overwrite))
+            self._output = enter(
+                staged_directory(places.output, places.files, overwrite=places.overwrite)
+            )
+            self._removed = enter(
+                staged_directory(places.keep_removed, places.files, overwrite=places.overwrite)
+            )
             self._stack = stack.pop_all()
         return self
 

@@ -71,7 +71,7 @@ def run(given: argparse.Namespace) -> SplitReport:
     random = np.random.RandomState(given.seed)
     report = SplitReport({name: Share() for name in names})
     with (
-        staged_directory(given.output, overwrite=given.overwrite) as directory,
+        staged_directory(given.output, files, overwrite=given.overwrite) as directory,
         ExitStack() as stack,
     ):
         outputs = {

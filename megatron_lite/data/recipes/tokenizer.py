@@ -92,7 +92,7 @@ def run(given: argparse.Namespace) -> TokenizerReport:
         raise UsageError("--cased requires --type wordpiece")
     files, reader = reader_of(given)
     texts = _Texts(reader, files)
-    with staged_directory(given.output, overwrite=given.overwrite) as directory:
+    with staged_directory(given.output, files, overwrite=given.overwrite) as directory:
         size = _TRAINERS[given.type](texts, given, directory)
         if not texts.count:
             raise UsageError(f"--input: {', '.join(files)}: there are no documents")

@@ -164,7 +164,9 @@ def test_an_existing_output_is_refused_and_replaced_with_overwrite(
     (output / "old").write_text("old")
     assert decontaminate(FIXTURE / "train.jsonl", output) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert (output / "old").exists()
+    assert decontaminate(FIXTURE / "train.jsonl", output, "--overwrite") == 2
+    assert "old: is no file that `data` writes" in capsys.readouterr().err
+    (output / "old").rename(output / "old.jsonl.gz")
     assert decontaminate(FIXTURE / "train.jsonl", output, "--overwrite") == 0
     assert [path.name for path in output.iterdir()] == ["train.jsonl"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-removed"]

@@ -57,6 +57,33 @@ def test_fractions_of_one_or_more_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("split",), ("tokenizer", "--type", "bpe", "--vocab-size", 300)],
+    ids=["split", "tokenizer"],
+)
+def test_overwrite_keeps_a_directory_that_holds_the_input_or_other_files(
+    words: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output takes the place of a whole directory."""
+    corpus, place = tmp_path / "corpus", tmp_path / "place"
+    corpus.mkdir()
+    place.mkdir()
+    (corpus / "a.jsonl").write_text('{"text": "the sea is wide"}\n' * 5)
+    (place / "notes").write_text("mine")
+    command = [*words, "--input", corpus / "a.jsonl", "--overwrite", "--output"]
+    for directory in (corpus, tmp_path):
+        assert run(*command, directory) == 2
+        assert f"lies in the output {directory}" in capsys.readouterr().err
+    assert run(*command, place) == 2
+    assert "notes: is no file that `data` writes" in capsys.readouterr().err
+    assert (corpus / "a.jsonl").exists()
+    assert (place / "notes").read_text() == "mine"
+    (place / "notes").unlink()
+    for _ in range(2):
+        assert run(*command, place) == 0
+
+
 def test_urls_are_removed_for_the_first_reason_that_holds(tmp_path: Path) -> None:
     urls = {
         "https://example.org/page": None,
