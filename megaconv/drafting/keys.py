@@ -40,6 +40,8 @@ _ALWAYS = frozenset(
 """Keys of every architecture."""
 _OLDER = frozenset(("rope_theta", "rope_scaling", "original_max_position_embeddings"))
 """Keys of transformers 4 for rope_parameters."""
+_MIXERS = frozenset(("linear", "mamba", "mamba1", "convolution", "compressed"))
+"""Subjects of a model's description about single kinds of mixers."""
 _NEEDED = frozenset(
     ("hidden", "vocab", "max_positions", "layers.count", "mlp.ffn", "attention.heads")
 )
@@ -165,15 +167,26 @@ class _Precedent:
 def _precedents(
     draft: DraftedKeys, key: str, reference: Reference, known: Iterable[Known]
 ) -> Iterator[_Precedent]:
-    """Yield the families that declare a key, together with nothing that the architecture lacks."""
+    """Yield the families that declare a key, together with nothing that the architecture lacks.
+
+    Declarations about a single kind of mixer count only without others: a key such as use_bias has another meaning in
+    most architectures.
+    """
     kept = _declared(draft.keys)
     allowed = set(reference.defaults) | _ALWAYS | _OLDER
+    usual, of_mixers = [], []
     for each in known:
         for declared in each.family.keys:
             names = set(declared.names)
             fields = _read(declared, reference.raw) if key in names <= allowed else {}
-            if fields and not names & kept:
-                yield _Precedent(each, declared, fields)
+            if not fields or names & kept:
+                continue
+            found = _Precedent(each, declared, fields)
+            if {name.partition(".")[0] for name in fields} <= _MIXERS:
+                of_mixers.append(found)
+            else:
+                usual.append(found)
+    yield from usual or of_mixers
 
 
 def _declare(draft: DraftedKeys, key: str, reference: Reference, known: list[Known]) -> DraftedKeys:
