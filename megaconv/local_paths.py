@@ -13,6 +13,8 @@ from megaconv.errors import UsageError
 _URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._-]+):/")
 """Matches a URI with one slash too, because a Path reduces two slashes to one. A Windows drive has only one letter.
 Spaces may precede the URI, as in a badly quoted variable."""
+_PAGE = b"<!doctype html"
+"""The first bytes of a page."""
 
 
 def local_path(place: str | Path) -> Path:
@@ -29,6 +31,20 @@ def require_place(option: str, file: Path) -> None:
         raise UsageError(f"{option} {file}: is a directory; give the name of a file")
     if not file.parent.is_dir():
         raise UsageError(f"{option} {file}: there is no such directory as {file.parent}")
+
+
+def require_page(option: str, file: Path) -> None:
+    """Check the place of a page as require_place does. An older page is replaced, and no other file."""
+    require_place(option, file)
+    if file.is_file() and file.stat().st_size and not _is_page(file):
+        raise UsageError(
+            f"{option} {file}: exists and is no HTML page, which alone is replaced; choose another name"
+        )
+
+
+def _is_page(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(len(_PAGE)).lower() == _PAGE
 
 
 def local_word(word: str) -> str:

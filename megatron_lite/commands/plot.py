@@ -10,7 +10,7 @@ from typing import Any
 
 from megaconv.commands.units import readable
 from megaconv.errors import CheckpointError
-from megaconv.local_paths import local_path, require_place
+from megaconv.local_paths import local_path, require_page
 from megaconv.terminal import has_blocks, show
 from megatron_lite.commands.curve_drawing import ASCII_MARKS, MARKS, characters
 from megatron_lite.commands.curve_page import curve_page
@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
     try:
         page = None if given.html is None else local_path(given.html)
         if page is not None:
-            require_place("--html", page)
+            require_page("--html", page)
         runs = read_runs(given.runs)
         found = plots(runs, given.value)
         if page is not None:

@@ -33,6 +33,18 @@ def test_a_report_holds_everything_and_names_no_other_address(tmp_path: Path) ->
     assert not re.search(r"<(link|img|iframe|script src|object)", text)
 
 
+def test_a_page_replaces_a_page_and_no_other_file(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    weights = model / "model.safetensors"
+    before = weights.read_bytes()
+    for command in (("inspect", model), ("diff", model, model), ("plan", model, "--gpus", 1)):
+        outcome = run(*command, "--html", weights)
+        assert_refused(outcome, 2, "model.safetensors: exists and is no HTML page")
+        assert weights.read_bytes() == before
+    for _ in range(2):
+        written(model, tmp_path / "page.html")
+
+
 def test_names_in_a_report_are_text_alone(tmp_path: Path) -> None:
     weights = load_file(
         FIXTURES / "peft-llama-all-linear" / "adapter" / "adapter_model.safetensors"

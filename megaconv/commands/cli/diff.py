@@ -11,7 +11,7 @@ from formats.wording import are, counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
-from megaconv.local_paths import local_path, require_place
+from megaconv.local_paths import local_path, require_page
 from megaconv.options import LoadOptions
 from megaconv.terminal import has_blocks, show
 
@@ -89,7 +89,7 @@ def diff(
             "--metadata reads no weights, which --stats, --html and --tolerance are about; leave one of them out"
         )
     if html is not None:
-        require_place("--html", html)
+        require_page("--html", html)
     options = replace(load, optimizer=load.optimizer and not metadata, metadata_only=metadata)
     inputs = find_both(a, b, options, (loader_a or loader, loader_b or loader))
     left, right = open_both(inputs, options)

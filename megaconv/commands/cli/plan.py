@@ -11,7 +11,7 @@ from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
-from megaconv.local_paths import local_path, require_place
+from megaconv.local_paths import local_path, require_page
 from megaconv.options import LoadOptions
 from megaconv.planning.gpus import DEFAULT_GPU
 from megaconv.terminal import show
@@ -138,7 +138,7 @@ def plan(
     if searches and gpus is None and purpose != "infer":
         raise UsageError("--gpus is missing: the time of a step depends on the number of GPUs")
     if html is not None:
-        require_place("--html", html)
+        require_page("--html", html)
     memory = None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
     header = inspect(path, replace(load, optimizer=False), loader, check_source=False).header
     found: Layouts | BestLayouts | ServedLayouts

@@ -19,7 +19,7 @@ from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
 from megaconv.hub import Place
 from megaconv.input import Input
-from megaconv.local_paths import require_place
+from megaconv.local_paths import require_page
 from megaconv.model.ir import WEIGHT, Source
 from megaconv.options import LoadOptions
 from megaconv.values.shifted import plain
@@ -87,7 +87,7 @@ def views(
     blocks: True if the terminal can show block characters. columns: the terminal's width; None: no limit.
     """
     if asked.html is not None:
-        require_place("--html", asked.html)
+        require_page("--html", asked.html)
     makers: list[tuple[object, Callable[[], View]]] = [
         (asked.tree, lambda: _tree(subject)),
         (asked.tensors is not None, lambda: _tensors(subject, asked.tensors or "*")),

@@ -93,13 +93,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(given: argparse.Namespace) -> None:
-    if given.report is not None and not given.report.absolute().parent.is_dir():
-        raise UsageError(f"--report {given.report}: its directory doesn't exist; create it first")
+    if given.report is not None:
+        _check_report(given.report)
     report: Report = RECIPES[given.name_of_recipe].run(given)
     for line in report.lines():
         print(line)
     if given.report is not None:
         _write_report(given.report, report)
+
+
+def _check_report(path: Path) -> None:
+    """Raise UsageError if the report can't be written, or would replace a file that isn't a report."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--report {path}: its directory doesn't exist; create it first")
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        first_line = file.readline(4)
+    if first_line not in (b"", b"{\n"):
+        raise UsageError(
+            f"--report {path}: exists and is no report, which alone is replaced; choose another name"
+        )
 
 
 def _write_report(path: Path, report: Report) -> None:

@@ -47,6 +47,18 @@ def test_each_document_is_in_one_part(tmp_path: Path) -> None:
     assert not (tmp_path / "other" / "valid.jsonl").exists()
 
 
+def test_a_report_replaces_a_report_and_no_other_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, report = corpus(tmp_path / "in.jsonl", 30), tmp_path / "report.json"
+    before = source.read_bytes()
+    words = ("split", "--input", source, "--output", tmp_path / "out", "--overwrite", "--report")
+    assert run(*words, source) == 2
+    assert "in.jsonl: exists and is no report" in capsys.readouterr().err
+    assert source.read_bytes() == before
+    assert run(*words, report) == run(*words, report) == 0
+
+
 def test_fractions_of_one_or_more_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
