@@ -757,10 +757,10 @@ def test_a_corrupt_input_ends_with_status_3(hf: Path, tmp_path: Path) -> None:
 
 def test_an_unknown_family_ends_with_status_3(hf: Path, tmp_path: Path) -> None:
     source = changed(
-        hf, tmp_path / "model", lambda tensors: None, architectures=["MambaForCausalLM"]
+        hf, tmp_path / "model", lambda tensors: None, architectures=["BlamaForCausalLM"]
     )
     outcome = run("convert", source, tmp_path / "out", "--saver", "core")
-    assert_refused(outcome, 3, "MambaForCausalLM", "LlamaForCausalLM")
+    assert_refused(outcome, 3, "BlamaForCausalLM", "LlamaForCausalLM")
 
 
 def test_content_that_asks_to_be_run_ends_with_status_6(hf: Path, tmp_path: Path) -> None:
