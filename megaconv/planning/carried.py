@@ -39,7 +39,8 @@ def caches_keys(config: ModelConfig, layer: int, first: int) -> bool:
 
     Layers that share keys and values use the part of an earlier layer of the stage, if there is one.
     """
-    if not config.layers[layer].shares_kv:
+    is_mtp = layer >= config.layer_count
+    if is_mtp or not config.layers[layer].shares_kv:
         return True
     kind = kind_of(config, layer)
     earlier = range(max(first, sources(config)[kind]), layer)

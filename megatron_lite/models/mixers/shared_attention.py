@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megaconv.planning.carried import kind_of, sources
+from megaconv.planning.carried import sources
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.carried import KeysAndValues
 from megatron_lite.models.mixers.self_attention import SelfAttention
@@ -36,5 +36,5 @@ def attention(plan: Plan, layer: int) -> SelfAttention:
     """Return the attention of a layer."""
     if plan.kind(layer).shares_kv:
         return QueriesAlone(plan, layer)
-    is_kept = sources(plan.config).get(kind_of(plan.config, layer)) == layer
+    is_kept = layer in sources(plan.config).values()
     return KeptAttention(plan, layer) if is_kept else SelfAttention(plan, layer)

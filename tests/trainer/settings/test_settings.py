@@ -51,8 +51,8 @@ def sizes(text: str, world: int) -> Sizes:
 
 
 def test_a_torch_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.6.0+cpu")
-    with pytest.raises(UsageError, match=r"needs torch 2\.7 or newer, found 2\.6\.0\+cpu"):
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
+    with pytest.raises(UsageError, match=r"needs torch 2\.9 or newer, found 2\.8\.0\+cpu"):
         start(Parallel())
 
 
