@@ -32,7 +32,7 @@ from megaconv.families.parts.keys import (
     only_in_files,
     size,
 )
-from megaconv.families.parts.rope import rope, rope_object
+from megaconv.families.parts.rope import SECTIONS, rope, sections
 from megaconv.families.parts.row_changes import hf_only, without_biases
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -82,7 +82,7 @@ ROWS = hf_only((*without_biases(_DECODER), *_MIXTURES, *DEEPSEEK_SHARED, *HEAD))
 
 _COUNT, _WIDTHS, _SHARED = "moe_num_experts", "moe_intermediate_size", "moe_num_shared_experts"
 _TYPES, _START, _END, _STEP = "mlp_layer_types", "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"  # fmt: skip
-_SECTIONS, _PAIRS_OF_TIME = "mrope_section", "freq_allocation"
+_PAIRS_OF_TIME = "freq_allocation"
 
 
 def _of_both(raw: Raw, key: str, usual: Any) -> list[Any]:
@@ -173,12 +173,7 @@ def _read_rope(raw: Raw) -> Fields:
         raise NotExpressible(
             f"{CONFIG_NAME}: rope scaling {kind} is not supported in this architecture"
         )
-    sections = rope_object(raw).get(_SECTIONS) or _usual_sections(raw)
-    if len(sections) != 3 or any(type(each) is not int or each < 1 for each in sections):
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {_SECTIONS} should be three positive numbers, found {sections!r:.80}"
-        )
-    return {**found, "positions.sections": tuple(sections)}
+    return {**found, "positions.sections": sections(raw, _usual_sections(raw))}
 
 
 def _usual_sections(raw: Raw) -> list[int]:
@@ -194,10 +189,9 @@ def _usual_sections(raw: Raw) -> list[int]:
 
 def _write_rope(config: ModelConfig) -> Raw:
     positions = config.positions
-    sections = list(positions.sections or ())
     return {
         "rope_theta": positions.theta,
-        "rope_scaling": {"rope_type": "default", _SECTIONS: sections},
+        "rope_scaling": {"rope_type": "default", SECTIONS: list(positions.sections or ())},
     }
 
 

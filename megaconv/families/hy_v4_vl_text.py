@@ -8,17 +8,16 @@ Source: HYV4VLTextConfig and modeling_hy_v4_vl.py of transformers 5.24, which ha
 from dataclasses import replace
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint
 from megaconv.families.hy_v4 import FAMILY as HY_V4
 from megaconv.families.parts.headless import EMBEDDING_ALONE, tied_without
 from megaconv.families.parts.key_changes import with_defaults, with_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
+from megaconv.families.parts.keys import Fields, Keys, Raw
 from megaconv.families.parts.latent_attention import LATENT_NORMS
-from megaconv.families.parts.rope import rope, rope_object
+from megaconv.families.parts.rope import SECTIONS, rope, sections
 from megaconv.families.parts.row_changes import hf_only
 from megaconv.model.config import ModelConfig
 
-_ROPE, _SECTIONS = rope(10000.0), "mrope_section"
+_ROPE = rope(10000.0)
 _USUAL = (12, 10, 10)
 
 
@@ -27,20 +26,15 @@ def _read_rope(raw: Raw) -> Fields:
     found = dict(_ROPE.read(raw))
     scaling = found["positions.scaling"]
     if scaling:
-        found["positions.scaling"] = {key: value for key, value in scaling.items() if key != _SECTIONS}  # fmt: skip
-    sections = rope_object(raw).get(_SECTIONS) or _USUAL
-    if len(sections) != 3 or any(type(each) is not int or each < 0 for each in sections):
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {_SECTIONS} should be three numbers, found {sections!r:.80}"
-        )
-    return {**found, "positions.sections": tuple(sections)}
+        found["positions.scaling"] = {key: value for key, value in scaling.items() if key != SECTIONS}  # fmt: skip
+    return {**found, "positions.sections": sections(raw, _USUAL, least=0)}
 
 
 def _write_rope(config: ModelConfig) -> Raw:
     written: dict[str, Any] = dict(_ROPE.write(config))
     scaling = written["rope_scaling"] or {"rope_type": "default"}
-    sections = list(config.positions.sections or _USUAL)
-    return {**written, "rope_scaling": {**scaling, _SECTIONS: sections}}
+    own = list(config.positions.sections or _USUAL)
+    return {**written, "rope_scaling": {**scaling, SECTIONS: own}}
 
 
 _DEFAULTS = {

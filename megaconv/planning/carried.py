@@ -10,7 +10,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.planning.mixers import in_layer
 
 Kind = bool
-"""Whether a layer has a window."""
+"""True for layers with a window."""
 
 
 def kind_of(config: ModelConfig, layer: int) -> Kind:

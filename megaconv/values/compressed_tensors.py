@@ -99,7 +99,7 @@ def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str)
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How numbers and scales may be stored, by the groups of the settings."""
+    """The forms of numbers and scales, by the groups of the settings."""
 
     units: frozenset[tuple[int, int]]
     """(rows, columns) that may share a scale, besides a row and a whole matrix."""

@@ -29,7 +29,7 @@ class State(NamedTuple):
     hidden: Tensor
     """[sequence (/ tp), batch, hidden]."""
     inputs: tuple[Tensor, ...]
-    """Of each layer that follows, [sequence (/ tp), batch, width]; empty in models without such inputs."""
+    """A tensor [sequence (/ tp), batch, width] for each layer that follows; empty in models without such inputs."""
     kept: Mapping[Kind, KeysAndValues]
     """Shared keys and values, from the layer that makes them on."""
 

@@ -18,10 +18,9 @@ from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
     "afmoe", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
-    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "ernie4_5_moe",
-    "exaone", "exaone4",
-    "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma4_text",
-    "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5",
+    "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
+    "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared", "granite_moe_swa", "granite_swa",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",
@@ -207,7 +206,7 @@ def check_rope_scaling(kind: str) -> None:
     """Raise NotExpressible for a kind of rope scaling that the trainer can't compute."""
     if kind not in ROPE_SCALINGS:
         raise NotExpressible(
-            f"rope scaling {kind!r} can't be trained with; supported: linear, llama3, yarn and proportional"
+            f"rope scaling {kind!r} can't be trained with; supported: {', '.join(ROPE_SCALINGS)}"
         )
 
 

@@ -16,6 +16,7 @@ _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 _SCALING = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",), "llama3": _LLAMA3}
 """Kind of rope scaling -> the keys that it requires."""
 
+SECTIONS = "mrope_section"
 _PERCENT = "partial_rotary_factor"
 _ORIGINAL, _LENGTH = "original_max_position_embeddings", "max_position_embeddings"
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters", _ORIGINAL)
@@ -96,6 +97,20 @@ def rope_object(raw: Raw) -> dict[str, Any]:
         if not isinstance(raw.get(key) or {}, dict):
             raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be an object, found {raw[key]!r}")
     return dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+
+
+def sections(raw: Raw, usual: Sequence[int], *, least: int = 1) -> tuple[int, ...]:
+    """The pairs of a head that rotate by time, by height and by width.
+
+    usual: those of a file without the key. least: the smallest number that each may have.
+    """
+    found = rope_object(raw).get(SECTIONS) or usual
+    is_list = isinstance(found, (list, tuple)) and len(found) == 3
+    if not is_list or any(type(each) is not int or each < least for each in found):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {SECTIONS} should be three numbers of {least} or more, found {found!r:.80}"
+        )
+    return tuple(found)
 
 
 def rotary_percent(raw: Raw, default: float) -> float:

@@ -19,7 +19,7 @@ from megatron_lite.models.build_plan import ExpertRanks
 from megatron_lite.models.moe.copies import Copies, copies_of
 from megatron_lite.models.moe.counting import RowNumbers, count_rows
 from megatron_lite.models.moe.grouped import permuted
-from megatron_lite.models.moe.padding import PaddedCopies, padded_copies
+from megatron_lite.models.moe.padding import padded_copies
 from megatron_lite.parallel import comm
 
 Compute = Callable[[Tensor, Tensor, list[int]], Tensor]
@@ -112,7 +112,7 @@ def _exchanged(x: Tensor, first: int, second: int) -> Tensor:
 class Route:
     """The route of the tokens of one layer and microbatch."""
 
-    copies: Copies | PaddedCopies
+    copies: Copies
     """The rows of tokens. Rows are sorted by expert, so a token's rows are too."""
     counts: list[int]
     """Number of rows of each of this rank's experts."""

@@ -13,7 +13,7 @@ from megatron_lite.models.build_plan import ExpertRanks
 from megatron_lite.models.moe.copies import Copies
 from megatron_lite.models.moe.counting import RowNumbers, count_rows
 from megatron_lite.models.moe.dispatch import Compute
-from megatron_lite.models.moe.padding import PaddedCopies, padded_copies
+from megatron_lite.models.moe.padding import padded_copies
 from megatron_lite.parallel import comm
 
 
@@ -43,7 +43,7 @@ def by_gathering(
 
 def _own_rows(
     chosen: Tensor, count: int, ranks: ExpertRanks, numbers: RowNumbers
-) -> tuple[Copies | PaddedCopies, list[int]]:
+) -> tuple[Copies, list[int]]:
     """Return the rows of this rank's experts, sorted by expert, and the number of rows of each."""
     here = count // comm.size(ranks.experts)
     first = 0 if ranks.experts is None else here * ranks.experts.rank()
