@@ -441,6 +441,8 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
     if family == "deepseek_v4":
         heads *= COMPRESSED["compressed.out_groups"]
+    if family == "codegen":
+        heads, kv_heads = 4 * heads, 4 * kv_heads  # a fused tensor has four parts
     special = (
         has_latent_attention(family) or has_linear_attention(family) or norms_all_heads(family)
     ) or bool(families()[family].fixed.get("attention.output_gate"))

@@ -93,6 +93,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("qwen4_exp_text", {"ngram_vocab_size_base": 10**12}, "ngram_vocab_size_base should be at most"),
     ("qwen4_exp_text", {"indexer_n_heads": None}, "indexer_n_heads should be a positive number, found None"),
     ("qwen4_exp_text", {"indexer_kv_heads": 2}, "indexer_kv_heads 2 is not supported"),
+    ("codegen", {"num_attention_heads": 2}, "n_head should be a multiple of 4"),
     ("qwen4_exp_text", {"indexer_budget": 5}, "indexer_compress_ratio 2 doesn't divide indexer_budget 5"),
     ("qwen4_exp_text", {"indexer_head_dim": 4}, "indexer_head_dim should be 6 or more"),
     ("qwen4_exp_text", {"output_gate_type": "relu"}, "output_gate_type 'relu' is not supported"),

@@ -120,14 +120,21 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
     return Keys(names, read, write)
 
 
-def multi_head(key: str, hidden_key: str) -> Keys:
-    """Attention heads whose size is hidden size / heads, each with its own keys and values."""
+def multi_head(key: str, hidden_key: str, *, multiple: int = 1) -> Keys:
+    """Attention heads whose size is hidden size / heads, each with its own keys and values.
+
+    multiple: a number that their number has to be a multiple of.
+    """
 
     def read(raw: Raw) -> Fields:
         hidden, heads = need_size(raw, hidden_key), need_size(raw, key)
         if hidden % heads:
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: {key} {heads} doesn't divide {hidden_key} {hidden}"
+            )
+        if heads % multiple:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} should be a multiple of {multiple} in this architecture, found {heads}"
             )
         return {
             "attention.heads": heads,
