@@ -5,6 +5,9 @@ of its package stay as they are:
 
     python -m tests.library_signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE
 
+A version that a clone lacks is read from the wheel or the source package beside the clone: from
+`transformer_engine-2.20.2-*.whl`, `fla_core-0.6.0-*.whl` or `causal_conv1d-1.7.0.tar.gz`, as `pip download` writes them.
+
 Sources: github.com/Dao-AILab/flash-attention, github.com/NVIDIA/TransformerEngine, github.com/state-spaces/mamba,
 github.com/Dao-AILab/causal-conv1d and github.com/fla-org/flash-linear-attention.
 """
@@ -14,6 +17,8 @@ import inspect
 import json
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +36,7 @@ FLASH = {
 }
 """The file and the versions (tags or commits) of each module. FlashAttention 2 begins at pyproject.toml's oldest version."""
 
-ENGINE = ("v1.11", "v1.13", "v2.0", "v2.2", "v2.3", "v2.8", "v2.9", "v2.13", "v2.18")
+ENGINE = ("v1.11", "v1.13", "v2.0", "v2.2", "v2.3", "v2.8", "v2.9", "v2.13", "v2.18", "v2.20.2")
 """Versions of Transformer Engine from pyproject.toml's oldest one, with those where a signature changed."""
 ENGINE_FILES = {
     "Linear": "transformer_engine/pytorch/module/linear.py",
@@ -56,10 +61,10 @@ WITH_STATES = {
         "mamba_ssm/ops/triton/ssd_combined.py", "mamba_chunk_scan_combined", ("v2.0.4", "v2.2.4", "v2.3.2"),
     ),
     "causal_conv1d": (
-        "causal_conv1d/causal_conv1d_interface.py", "causal_conv1d_fn", ("v1.4.0", "v1.5.3", "v1.6.1"),
+        "causal_conv1d/causal_conv1d_interface.py", "causal_conv1d_fn", ("v1.4.0", "v1.5.3", "v1.6.1", "v1.7.0"),
     ),
     "fla.ops.gated_delta_rule": (
-        "fla/ops/gated_delta_rule/chunk.py", "chunk_gated_delta_rule", ("v0.3.0", "v0.4.2", "v0.5.2"),
+        "fla/ops/gated_delta_rule/chunk.py", "chunk_gated_delta_rule", ("v0.3.0", "v0.4.2", "v0.5.2", "v0.6.0"),
     ),
 }  # fmt: skip
 """Kernels of mixers with a state: the module from which we import -> the file, the function, the versions."""
@@ -168,7 +173,23 @@ def _text(clone: str, version: str, path: str) -> str | None:
     """Return a file of a version, or None if the version has no such file."""
     command = ["git", "-C", clone, "show", f"{version}:{path}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return found.stdout if found.returncode == 0 else None
+    if found.returncode == 0:
+        return found.stdout
+    return _packaged(Path(clone).parent, version.removeprefix("v"), path)
+
+
+def _packaged(folder: Path, version: str, path: str) -> str | None:
+    """Return a file of the package of this version in a folder; None if no package there has it."""
+    for wheel in folder.glob(f"*-{version}-*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            if path in archive.namelist():
+                return archive.read(path).decode()
+    for package in folder.glob(f"*-{version}.tar.gz"):
+        with tarfile.open(package) as archive:
+            wanted = f"{package.name.removesuffix('.tar.gz')}/{path}"
+            if wanted in archive.getnames() and (file := archive.extractfile(wanted)):
+                return file.read().decode()
+    return None
 
 
 def _flash(clone: str) -> dict[str, Any]:
