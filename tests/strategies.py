@@ -219,7 +219,14 @@ OTHERS = (
     "mistral4",
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
-OTHER_MIXERS = ("gemma4_text", "gemma4_unified_text", "lfm2", "lfm2_moe", "olmo_hybrid")
+OTHER_MIXERS = (
+    "gemma4_text",
+    "gemma4_unified_text",
+    "lfm2",
+    "lfm2_moe",
+    "mimo_v2_flash",
+    "olmo_hybrid",
+)
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 BETWEEN_FILES = (
     "apertus",
@@ -240,7 +247,6 @@ BETWEEN_FILES = (
         "axk2",
         "laguna",
         "lfm3",
-        "mimo_v2_flash",
         "mistral_large4_text",
         "hy_v4",
         "hy_v4_vl_text",

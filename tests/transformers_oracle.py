@@ -652,9 +652,21 @@ GEMMAS_4 = {
     ),
 }  # fmt: skip
 """Gemma 4, which is converted between Hugging Face's files, and trained."""
+OWN_SIZES = {
+    "mimo_v2_flash": Variant(
+        "mimo_v2_flash",
+        {**EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 2, "head_dim": 12, "v_head_dim": 10, "sliding_window": WINDOW,
+         "attention_bias": True, "routed_scaling_factor": 1.5, **every_other_window(),
+         **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5))},
+        {"one less": {"sliding_window": WINDOW - 1}, "unscaled values": {"attention_value_scale": None},
+         "weights left as they are": {"norm_topk_prob": False}, "groups": {"n_group": 4, "topk_group": 1}},
+    ),
+}  # fmt: skip
+"""Models whose layers have sizes of their own. They are converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     **GEMMAS_4,
+    **OWN_SIZES,
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
@@ -894,6 +906,7 @@ MAMBA_1: dict[str, Any] = {
 }  # fmt: skip
 CONVERTED = {
     **GEMMAS_4,
+    **OWN_SIZES,
     "apertus": Variant(
         "apertus", {"attention_bias": True},
         {"base": rope(700.0), "llama3": rope(5000.0, **LLAMA3), "epsilon": {"rms_norm_eps": 1e-5}},
@@ -958,14 +971,6 @@ CONVERTED = {
          "same share": two_ropes(rope_of(5000.0, **OLMO_YARN), rope_of(700.0))},
     ),
     "laguna, a gate of each element": Variant("laguna", {**LAGUNA, "gating": "per-element"}, {"epsilon": {"rms_norm_eps": 1e-5}}),
-    "mimo_v2_flash": Variant(
-        "mimo_v2_flash",
-        {**EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 2, "head_dim": 12, "v_head_dim": 10, "sliding_window": WINDOW,
-         "attention_bias": True, "routed_scaling_factor": 1.5, **every_other_window(),
-         **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5))},
-        {"one less": {"sliding_window": WINDOW - 1}, "unscaled values": {"attention_value_scale": None},
-         "weights left as they are": {"norm_topk_prob": False}, "groups": {"n_group": 4, "topk_group": 1}},
-    ),
     "bailing_hybrid": Variant(
         "bailing_hybrid",
         {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},
@@ -1059,7 +1064,7 @@ CONVERTED = {
          "unscaled stream": {"altup_correct_scale": False}},
     ),
 }  # fmt: skip
-"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4 are trained."""
+"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4 and OWN_SIZES are trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",

@@ -3,7 +3,7 @@ their own.
 
 Published files describe the layers in keys that transformers' class doesn't read. They have to agree with the keys that
 it reads. Layers for multi-token prediction are left out. Megatron core has no such layers: these models are converted
-between Hugging Face's files only.
+between Hugging Face's files, and trained; core's names are those of the trainer's checkpoints.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.families.parts.layer_ropes import partial_layer_ropes
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
-from megaconv.families.parts.row_changes import hf_only
+from megaconv.families.parts.row_changes import in_core
 from megaconv.families.parts.windows import layer_types, windowed_layers, windows_on
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
@@ -64,7 +64,7 @@ def _with_own_values(row: Row) -> Row:
 
 
 _LAYERS = (*map(_with_own_values, ATTENTION), _SINKS, MOE_NORM, *MLP, *QWEN_EXPERTS, ROUTER_BIAS)
-ROWS = hf_only((EMBEDDING, *_LAYERS, *HEAD))
+ROWS = in_core((EMBEDDING, *_LAYERS, *HEAD))
 
 _WINDOW, _OLDER_WINDOW, _GROUPS = "sliding_window", "sliding_window_size", "num_key_value_heads"
 

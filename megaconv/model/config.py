@@ -54,7 +54,7 @@ class ModelConfig(DescribedModel):
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "rope_pairs": rope_dim // 2,
             "expert_hidden": self.experts.latent or self.hidden,
-            "attn_v_dim": self.attention.v_dim or self.attention.head_dim,
+            "attn_v_dim": self.attention.value_dim,
             "position_rows": self.max_positions + self.positions.offset,
             "conv_channels": self.hidden,
             "stored_decays": self.linear.stored_decays or self.linear.value_heads,

@@ -69,6 +69,14 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "chunks": lambda config: any(each.chunk is not None for each in config.layers),
     "two_ropes": lambda config: config.positions.local_theta is not None,
     "sinks": lambda config: config.attention.sinks,
+    "window_sinks": lambda config: config.attention.sinks and config.attention.sinks_in_windows,
+    "value_width": lambda config: config.attention.v_dim is not None,
+    "wide_values": lambda config: any(
+        config.attention.value_dim > (each.head_dim or config.attention.head_dim)
+        for each in config.layers
+        if config.attention.v_dim is not None
+    ),
+    "value_scale": lambda config: config.attention.value_scale is not None,
     "output_gate": lambda config: config.attention.output_gate,
     "linear_layers": lambda config: any(each.mixer == "linear" for each in config.layers),
     "kda_layers": lambda config: any(each.mixer == "kda" for each in config.layers),

@@ -116,6 +116,11 @@ class Attention:
     v_norm: bool = False
     """True if values are normalized like q and k, with a norm without weights."""
 
+    @property
+    def value_dim(self) -> int:
+        """Elements of one head's values."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
 
 @dataclass(frozen=True)
 class Temperature:

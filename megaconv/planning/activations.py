@@ -158,7 +158,7 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
         if run.cp > 1 and run.context in ("a2a", "a2a+p2p"):
             # v and attention's output are kept before and after their exchange.
             found += (
-                config.attention.head_dim
+                config.attention.value_dim
                 * (config.attention.heads + config.attention.kv_heads)
                 / tp
             )

@@ -65,7 +65,8 @@ def _of_token(config: ModelConfig, word: str, tp: int) -> float:
     """Return the elements that a rank keeps for a token."""
     attention, latent = config.attention, config.latent
     if word == "attention":
-        return 2 * max(1.0, attention.kv_heads / tp) * attention.head_dim
+        width = attention.head_dim + attention.value_dim
+        return max(1.0, attention.kv_heads / tp) * width
     found = latent.kv_rank + latent.rope_dim
     return found + (config.indexer.head_dim if word == "sparse" else 0)
 

@@ -45,20 +45,23 @@ def _hidden(config: ModelConfig) -> int:
 
 def _of_scores(config: ModelConfig, tokens: int) -> float:
     """Return the operations of scores and weighted sums: 12 h s. They are not halved for the mask."""
-    return 12.0 * config.attention.heads * config.attention.head_dim * tokens
+    attention = config.attention
+    return 6.0 * attention.heads * (attention.head_dim + attention.value_dim) * tokens
 
 
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
-    """Return the fused product, the inputs of attention (keys again if they rotate) and its output.
+    """Return the fused product, the inputs of attention (keys again if they rotate, scaled values) and its output.
 
     Shared keys and values are those of another layer.
     """
     attention = in_layer(config, kind).attention
-    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    q, k = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    v, output = attention.kv_heads * attention.value_dim, attention.heads * attention.value_dim
     if kind.shares_kv:
         return 3 * q
-    rotated = kv if kind.rotates and config.positions.kind == "rope" else 0
-    return (q + 2 * kv) + q + rotated + q
+    rotated = k if kind.rotates and config.positions.kind == "rope" else 0
+    scaled = v if attention.value_scale is not None else 0
+    return (q + k + v) + q + rotated + scaled + output
 
 
 ATTENTION = MixerCost(

@@ -102,7 +102,8 @@ def _score_operations(serving: Serving, kind: LayerKind) -> float:
     attention, latent, indexer = config.attention, config.latent, config.indexer
     word, tokens = mixer_word(config, kind), reach(kind, serving.seq)
     if word == "attention":
-        return 4.0 * attention.heads * attention.head_dim * tokens
+        width = attention.head_dim + attention.value_dim
+        return 2.0 * attention.heads * width * tokens
     if word not in ("latent", "sparse"):
         return 0.0
     # Queries are multiplied with latent vectors, not with keys.

@@ -244,7 +244,7 @@ def _of_other_tokens(run: Run, forward: int) -> Iterator[Counted]:
         yield "cp", "reduce_scatter", whole * FLOAT32
     if method in ("a2a", "a2a+p2p"):
         heads = attention.heads // tp
-        v_dim = run.config.latent.v_dim or attention.head_dim
+        v_dim = run.config.latent.v_dim or attention.value_dim
         queries = run.tokens * heads * attention.head_dim
         values = run.tokens * kv_heads * v_dim
         output = run.tokens * heads * v_dim

@@ -116,12 +116,18 @@ def local_positions(config: ModelConfig) -> ModelConfig | None:
 
     These angles are not scaled.
     """
-    theta = config.positions.local_theta
-    if theta is None:
+    positions = config.positions
+    if positions.local_theta is None:
         return None
     windowed = (kind for kind in config.layers if kind.window is not None)
     local = in_layer(config, next(windowed, config.layers[0]))
-    return changed(local, {"positions.theta": theta, "positions.scaling": None})
+    share, own = positions.rotary_percent, positions.local_rotary_percent
+    fields = {
+        "positions.theta": positions.local_theta,
+        "positions.rotary_percent": share if own is None else own,
+        "positions.scaling": None,
+    }
+    return changed(local, fields)
 
 
 class Rotary:

@@ -26,7 +26,7 @@ TRAINED = (
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",
     "jais2", "kolibri1",
     "lfm2", "lfm2_moe",
-    "llama", "llama4", "mamba2", "mellum", "mimo", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "llama", "llama4", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
     "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "olmo_hybrid",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
@@ -59,7 +59,6 @@ CONVERTED_ONLY = {
     "gemma3n_text": "several residual streams, a second embedding, and layers that share keys and values",
     "laguna": "numbers of heads by layer, and a softplus that gates attention",
     "lfm3": "short convolutions beside layers with a window, norms after them, and gates of whole heads",
-    "mimo_v2_flash": "layers with other numbers of key/value heads, sinks in some layers, and values with a width of their own",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "qwen4_exp_text": "several residual streams, indexers that select blocks of keys, and embeddings of n-grams",
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
@@ -96,7 +95,7 @@ NOT_COMPUTED = {
     "block_indexer": "indexers that select blocks of keys",
     "head_gate": "gates of whole heads",
     "limits": "limits of activations in some layers",
-    "two_rotations": "layers that rotate another share of their heads than the others",
+    "wide_values": "values that are wider than keys",
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "vision_experts": "experts for images beside those for text",
@@ -189,7 +188,7 @@ def _check_rotated(config: ModelConfig) -> None:
     widths: dict[bool, set[int]] = {}
     for kind in config.layers:
         is_local = config.has("two_ropes") and kind.window is not None
-        width = rotated_width(in_layer(config, kind))
+        width = rotated_width(in_layer(config, kind), local=is_local)
         widths.setdefault(is_local, set()).add(width)
         if width % 2:
             raise NotExpressible(
@@ -210,11 +209,15 @@ def check_rope_scaling(kind: str) -> None:
         )
 
 
-def rotated_width(config: ModelConfig) -> int:
-    """Return the number of elements of each head that rotate."""
-    return config.latent.rope_dim or int(
-        config.attention.head_dim * config.positions.rotary_percent
-    )
+def rotated_width(config: ModelConfig, *, local: bool = False) -> int:
+    """Return the number of elements of each head that rotate.
+
+    local: whether by the rope of layers with a window.
+    """
+    positions = config.positions
+    own = positions.local_rotary_percent if local else None
+    share = positions.rotary_percent if own is None else own
+    return config.latent.rope_dim or int(config.attention.head_dim * share)
 
 
 def _check_groups(experts: Experts) -> None:

@@ -105,7 +105,7 @@ def _rows(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, factors of rows) of a module's parameters."""
     if isinstance(module, SelfAttention):
-        rows = rows_of_qkv(largest, module.kv_heads, module.group, module.head_dim, options)
+        rows = rows_of_qkv(largest, module.kv_heads, module.widths, options)
         parameters = {"linear_qkv.weight": rows, "linear_qkv.bias": rows}
     else:
         rope, v_dim = module.latent.rope_dim, module.latent.v_dim
@@ -119,17 +119,20 @@ def _rows(
 
 
 def rows_of_qkv(
-    largest: Tensor, kv_heads: int, group: int, head_dim: int, options: QkClip
+    largest: Tensor, kv_heads: int, widths: Mapping[str, int], options: QkClip
 ) -> Tensor:
-    """Return the factors of [q of its heads, k, v] of each key head in turn.
+    """Return the factors of the parts of each key head in turn.
 
-    largest [kv_heads * group] -> [kv_heads * (group + 2) * head_dim].
+    widths: rows of one key head by part, in their order: `q` of its heads, `k`, and others, which keep their values.
+    largest [kv_heads * group] -> [kv_heads * sum of the widths].
     """
-    eta = _eta(largest.view(kv_heads, group).amax(1), options)
-    rows = torch.ones(kv_heads, group + 2, head_dim, device=largest.device)
-    rows[:, :group] = (eta**options.alpha)[:, None, None]
-    rows[:, group] = (eta ** (1 - options.alpha))[:, None]
-    return rows.flatten()
+    eta = _eta(largest.view(kv_heads, -1).amax(1), options)
+    factors = {"q": eta**options.alpha, "k": eta ** (1 - options.alpha)}
+    unchanged = torch.ones_like(eta)
+    parts = [
+        factors.get(part, unchanged)[:, None].expand(-1, width) for part, width in widths.items()
+    ]
+    return torch.cat(parts, 1).flatten()
 
 
 def rows_of_latent_queries(largest: Tensor, nope: int, rope: int, options: QkClip) -> Tensor:

@@ -18,8 +18,8 @@ def _module() -> "Callable[..., SelfAttention]":
 
 
 def _cache(config: ModelConfig, sizes: Mapping[str, int]) -> tuple[PerToken, PerToken]:
-    keys = PerToken(sizes["kv_heads"], config.attention.head_dim)
-    return keys, keys
+    attention, heads = config.attention, sizes["kv_heads"]
+    return PerToken(heads, attention.head_dim), PerToken(heads, attention.value_dim)
 
 
 ATTENTION = Mixer(

@@ -69,26 +69,35 @@ class SelfAttention(nn.Module):
         hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
         self.gated = attention.output_gate
         self.keys_are_values = plan.kind(self.layer).keys_as_values
-        keys = 2 - self.keys_are_values if self.own_keys else 0
-        # The heads of one key/value head: q, the gate if there is one, k, and v if it isn't k.
-        self.each = [self.group, *([self.group] * self.gated), *([1] * keys)]
-        rows = self.kv_heads * sum(self.each) * self.head_dim
+        self.widths = self._widths(attention.value_dim)
+        rows = self.kv_heads * sum(self.widths.values())
         self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
+        self.value_scale = attention.value_scale
         self.norm_of_values = plan.norm_of_values
         self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None
         norms_keys = attention.qk_norm and self.own_keys
         self.k_layernorm = self._norm(plan, self.kv_heads) if norms_keys else None
-        self.core_attention = Sinks(heads) if attention.sinks else None
-        width = heads * self.head_dim
+        has_sinks = plan.config.has("sinks_here", self.layer)
+        self.core_attention = Sinks(heads) if has_sinks else None
+        width = heads * attention.value_dim
         has_norm = plan.config.norm.inner
         self.inner_norm = WideNorm(width, plan.norm, plan.ranks) if has_norm else None
         self.linear_proj = RowLinear(
-            heads * self.head_dim,
+            width,
             hidden,
             plan.ranks,
             bias=plan.config.has("o_bias_here", self.layer),
             norm_after=plan.norm_after,
         )
+
+    def _widths(self, value_dim: int) -> dict[str, int]:
+        """Return the rows of linear_qkv for one key/value head, by part: q and its gate, k, and v if it isn't k."""
+        queries = self.group * self.head_dim
+        gate = {"gate": queries} if self.gated else {}
+        if not self.own_keys:
+            return {"q": queries, **gate}
+        values = {} if self.keys_are_values else {"v": value_dim}
+        return {"q": queries, **gate, "k": self.head_dim, **values}
 
     def _norm(self, plan: Plan, heads: int) -> nn.Module:
         """Return the norm of queries or keys. heads: number of heads on this rank."""
@@ -151,15 +160,23 @@ class SelfAttention(nn.Module):
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v and the gate of the output, or None.
 
-        Each is [sequence, batch, heads or kv_heads, head_dim].
+        Each is [sequence, batch, heads or kv_heads, head_dim], and v has the width of values.
         """
-        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, sum(self.each), self.head_dim))
+        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, -1))
         # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
-        q, *others = (part.flatten(2, 3) for part in grouped.split(self.each, -2))
-        *gates, k, v = (*others, others[-1]) if self.keys_are_values else others
+        split = grouped.split(list(self.widths.values()), -1)
+        parts = dict(zip(self.widths, split, strict=True))
+        q, k = self._heads_apart(parts["q"]), parts["k"]
+        v = parts.get("v", k)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
-        return q, k, v, gates[0] if gates else None
+        if self.value_scale is not None:
+            v = v * self.value_scale
+        return q, k, v, self._heads_apart(parts["gate"]) if self.gated else None
+
+    def _heads_apart(self, x: Tensor) -> Tensor:
+        """[sequence, batch, kv_heads, rows] -> [sequence, batch, heads, rows of a head]."""
+        return x.view(*x.shape[:-1], self.group, -1).flatten(2, 3)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_layernorm is None or self.k_layernorm is None:

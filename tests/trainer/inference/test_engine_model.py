@@ -105,6 +105,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "v_head_dim": 10,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+        },
+    ),
     "gemma2": (
         "gemma2",
         {
@@ -355,6 +370,7 @@ LAYOUTS = {
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
     *("nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
+    "mimo_v2_flash",
 )
 FITTING = [
     (name, layout)

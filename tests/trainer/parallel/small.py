@@ -71,6 +71,12 @@ _CARRIED = {
     "layer_inputs.width": 6, "layer_inputs.vocab": 244, "layers.shares_kv": (False, False, True, True), "layers.ffn": (None, None, 64, 64),
     "layers.keys_as_values": False,
 }  # fmt: skip
+_MIMO_V2 = {
+    "layers.window": (None, 5, 5, None), "layers.kv_heads": (None, 4, 4, None), "attention.v_dim": 6, "attention.value_scale": 0.7,
+    "attention.sinks": True, "attention.sinks_in_windows": True, "positions.rotary_percent": 0.5, "positions.local_theta": 100.0,
+    "positions.local_rotary_percent": 0.75, "layers.mlp": ("dense", "experts", "experts", "experts"), "experts.score": "sigmoid",
+    "experts.router_bias": True,
+}  # fmt: skip
 _GEMMA_2 = {
     "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
     "layers.window": (5, None, 5, None), "attention.score_cap": 1.5, "head.logit_cap": 2.5, "attention.scale": 0.3,
@@ -143,6 +149,7 @@ MODELS = {
     ),
     "gemma4": from_fields("gemma4_text", {**SIZES, **_GEMMA_4, "tie_embeddings": True}),
     "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),
+    "mimo_v2_flash": from_fields("mimo_v2_flash", {**SIZES, **_EXPERTS, **_MIMO_V2}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **SIZES, "attention.kv_heads": 4}),
 }

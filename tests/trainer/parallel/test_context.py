@@ -267,6 +267,8 @@ COVERING = [
     Case("gpt2", cp=4, options=TWO_LEVELS),
     Case("gemma3", cp=2, options=how("p2p")),
     Case("gemma4", cp=2, options=how("a2a")),
+    Case("mimo_v2_flash", cp=2, options=how("a2a")),
+    Case("mimo_v2_flash", cp=2, options=how("p2p")),
     Case("gemma4, layer inputs", cp=2, options=how("p2p")),
 ]
 EVERY = [

@@ -39,6 +39,7 @@ COVERING = [
     Case("gemma4", pp=2, vpp=2, dp=2, distributed=True, recompute=FULL),
     Case("gemma4, layer inputs", pp=2, dp=2, distributed=True, zero=3, recompute=FULL),
     Case("gemma4, layer inputs", tp=2, pp=2, vpp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("mimo_v2_flash", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
 ]
@@ -46,6 +47,16 @@ EVERY = [
     Case(model, distributed=distributed, recompute=recompute, **layout)
     for model, layout, distributed, recompute in product(
         ("qwen3", "gpt2"), LAYOUTS, (False, True), (NONE, FULL, BLOCK, SELECTIVE)
+    )
+]
+EVERY += [
+    Case(model, recompute=recompute, **layout)
+    for model, (layout, recompute) in product(
+        ("mimo_v2_flash",),
+        [
+            ({"tp": 2, "pp": 2, "sequence_parallel": True}, SELECTIVE),
+            ({"pp": 2, "vpp": 2, "dp": 2, "distributed": True}, FULL),
+        ],
     )
 ]
 

@@ -21,7 +21,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
-from tests.transformers_oracle import MIXTURES, VARIANTS, create
+from tests.transformers_oracle import MIXTURES, OWN_SIZES, VARIANTS, create
 
 PEFT = Path(__file__).parents[2] / "fixtures"
 TRAINED = Path(__file__).parents[1] / "fixtures"
@@ -240,6 +240,22 @@ def test_latent_attention_and_shared_experts_have_adapters_too(
     assert world.run(2, train, across, 3)[0][0] == pytest.approx(alone[0], rel=TOLERANCE)
     modules = {name.split(".")[-3] for name in (key.name for key in alone[1])}
     assert {"kv_a_proj_with_mqa", "kv_b_proj", "gate_up_proj", "gate_proj"} <= modules
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", OWN_SIZES)
+def test_layers_with_sizes_of_their_own_have_adapters_too(
+    name: str, world: World, tmp_path: Path
+) -> None:
+    create(OWN_SIZES[name], tmp_path / "base")
+    lora = LoRA(2, 4.0)
+    case = Case(name, lora=lora, directory=tmp_path / "base")
+    assert_saved_and_merged(case, lora, tmp_path)
+    (alone,) = world.run(1, train, case, 3)
+    ep = 2 if open_checkpoint(case.base).config.experts.count else 1
+    across = replace(case, tp=2, ep=ep, sequence_parallel=True)
+    assert world.run(2, train, across, 3)[0][0] == pytest.approx(alone[0], rel=TOLERANCE)
 
 
 def test_all_linear_leaves_out_the_matrix_of_mamba_that_peft_refuses() -> None:

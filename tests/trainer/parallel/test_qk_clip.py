@@ -135,7 +135,8 @@ def test_rows_of_q_k_and_v_shrink_as_those_of_megatron_core(alpha: float, kv_hea
         SelfAttention, LARGEST, config=config_of_core(alpha), linear_qkv=linear(weight),
         num_query_groups_per_partition=kv_heads, query_projection_size=6 * width, kv_projection_size=kv_heads * width,
     )  # fmt: skip
-    rows = rows_of_qkv(LARGEST, kv_heads, 6 // kv_heads, width, QkClip(alpha))
+    widths = {"q": 6 // kv_heads * width, "k": width, "v": width}
+    rows = rows_of_qkv(LARGEST, kv_heads, widths, QkClip(alpha))
     torch.testing.assert_close(weight * rows[:, None], theirs.linear_qkv.weight.data)
     assert (rows < 1).any()
 
@@ -163,7 +164,7 @@ def test_rows_of_latent_attention_shrink_as_those_of_megatron_core(q_rank: int |
 
 def test_heads_without_a_score_above_0_are_left_alone() -> None:
     """Megatron core divides the threshold by such a score, and the weights become NaN."""
-    found = rows_of_qkv(torch.tensor([-3.0, 0.0, 200.0]), 3, 1, 1, QkClip())
+    found = rows_of_qkv(torch.tensor([-3.0, 0.0, 200.0]), 3, {"q": 1, "k": 1, "v": 1}, QkClip())
     assert found[:6].tolist() == [1.0] * 6
     assert found[6:].tolist() == pytest.approx([0.5**0.5, 0.5**0.5, 1.0])
 
