@@ -228,9 +228,9 @@ OTHER_MIXERS = (
     "olmo_hybrid",
 )
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
+OTHER_MLPS = ("apertus", "apertus1p5_text")
+"""Families with MLPs that Megatron core lacks."""
 BETWEEN_FILES = (
-    "apertus",
-    "apertus1p5_text",
     "bailing_hybrid",
     "ernie4_5_vl_moe_text",
     "deepseek_v4",
@@ -265,7 +265,7 @@ BETWEEN_FILES = (
 """Families without names in Megatron's formats. They are converted between Hugging Face's files, and not trained."""
 BEYOND_MEGATRON = (
     *("baichuan", "granite_moe_hybrid", "molmo2_text"),
-    *(*OTHER_MIXERS, *OTHER_LAYERS, *BETWEEN_FILES),
+    *(*OTHER_MIXERS, *OTHER_MLPS, *OTHER_LAYERS, *BETWEEN_FILES),
 )
 """Families whose models Megatron's arguments can't describe, or none of whose models Megatron's tests compute."""
 

@@ -663,10 +663,19 @@ OWN_SIZES = {
     ),
 }  # fmt: skip
 """Models whose layers have sizes of their own. They are converted between Hugging Face's files, and trained."""
+APERTUS = {
+    "apertus": Variant(
+        "apertus", {},
+        {"base": rope(700.0), "llama3": rope(5000.0, **LLAMA3), "epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+    "apertus, biases": Variant("apertus", {"attention_bias": True}, {"epsilon": {"rms_norm_eps": 1e-5}}),
+}  # fmt: skip
+"""Apertus, which is converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     **GEMMAS_4,
     **OWN_SIZES,
+    **APERTUS,
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
@@ -907,10 +916,7 @@ MAMBA_1: dict[str, Any] = {
 CONVERTED = {
     **GEMMAS_4,
     **OWN_SIZES,
-    "apertus": Variant(
-        "apertus", {"attention_bias": True},
-        {"base": rope(700.0), "llama3": rope(5000.0, **LLAMA3), "epsilon": {"rms_norm_eps": 1e-5}},
-    ),
+    **APERTUS,
     "glm_moe_dsa, shared indexers": Variant(
         "glm_moe_dsa",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
@@ -1064,7 +1070,7 @@ CONVERTED = {
          "unscaled stream": {"altup_correct_scale": False}},
     ),
 }  # fmt: skip
-"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4 and OWN_SIZES are trained."""
+"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4, OWN_SIZES and APERTUS are trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",
@@ -1125,7 +1131,12 @@ def create(variant: Variant, directory: Path) -> None:
                 buffer.random_(0, config.n_routed_experts)
             if name.endswith("layer_scalar"):
                 buffer.normal_(1.0, 0.2)
-    model.save_pretrained(directory)
+            if name.endswith("act_fn.beta"):
+                buffer.normal_(0.5, 0.2)
+            if name.endswith("act_fn.eps"):
+                buffer.normal_(-0.3, 0.1)
+    # transformers makes the numbers of xIELU in bfloat16, whatever the model's dtype.
+    model.float().save_pretrained(directory)
     _name_own_class(family_of(variant), directory / "config.json")
 
 

@@ -3,8 +3,8 @@
     hf    model.layers.{l}.{attention_layernorm, self_attn, feedforward_layernorm, mlp.{up_proj, act_fn, down_proj}}
 
 Each layer stores four numbers of its activation. Megatron core has no such activation: these models are converted between
-Hugging Face's files. Source: ApertusConfig and modeling_apertus.py of transformers 5.23, and XIELUActivation in its
-activations.py.
+Hugging Face's files, and trained; core's names are those of the trainer's checkpoints. Source: ApertusConfig and
+modeling_apertus.py of transformers 5.23, and XIELUActivation in its activations.py.
 """
 
 from megaconv.families import Family
@@ -12,20 +12,24 @@ from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, d
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import only_in_files
 from megaconv.families.parts.rope import rope
-from megaconv.families.parts.row_changes import hf_only, with_modules, without_biases, without_gate
+from megaconv.families.parts.row_changes import in_core, with_modules, without_biases, without_gate
 from megaconv.model.table import Row
 
 _MODULES = {
     "input_layernorm": "attention_layernorm",
     "post_attention_layernorm": "feedforward_layernorm",
 }
-_ACT = "model.layers.{l}.mlp.act_fn."
+_ACT, _CORE = "model.layers.{l}.mlp.act_fn.", "decoder.layers.{l}.mlp.activation_func."
 _ACTIVATION = (
-    Row("layers.{l}.mlp.act.{alpha_p|alpha_n}", ("1", "1"), hf=_ACT + "{alpha_p|alpha_n}"),
-    Row("layers.{l}.mlp.act.{beta|eps}", ("", ""), hf=_ACT + "{beta|eps}"),
-)
+    Row("layers.{l}.mlp.act.{alpha_p|alpha_n}", ("1", "1"),
+        hf=_ACT + "{alpha_p|alpha_n}",
+        core=_CORE + "{alpha_p|alpha_n}"),
+    Row("layers.{l}.mlp.act.{beta|eps}", ("", ""),
+        hf=_ACT + "{beta|eps}",
+        core=_CORE + "{beta|eps}"),
+)  # fmt: skip
 BODY = with_modules((*ATTENTION, *without_biases(without_gate(MLP))), _MODULES)
-ROWS = hf_only((EMBEDDING, *BODY, *_ACTIVATION, *HEAD))
+ROWS = in_core((EMBEDDING, *BODY, *_ACTIVATION, *HEAD))
 
 _SCALING = {
     "rope_type": "llama3",

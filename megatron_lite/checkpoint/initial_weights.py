@@ -2,12 +2,13 @@
 
     matrices                       N(0, std); onto the residual stream N(0, std / sqrt(n)), n = 2 layers
     layers of one part             n = layers: a hybrid's layer is a mixer or an MLP, with one such matrix
+    numbers of xIELU               alpha_p, alpha_n: softplus of them is 0.8 and 0.3; beta 0.5, eps -1e-6
     norms, D, stored factors       1, or 0 where a norm multiplies with its weight + 1; biases 0
     A_log                          the logarithm of U(1, 16)
     dt_bias                        of Mamba 2: softplus of it is log-uniform from 0.001 to 0.1; of delta nets: 1
     short convolutions             U(-1 / sqrt(width), 1 / sqrt(width)), also their biases
 
-Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, and torch's Conv1d.
+Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, torch's Conv1d, and transformers' XIELUActivation.
 """
 
 import math
@@ -39,6 +40,9 @@ _ONTO_RESIDUAL = re.compile(r"\.(o|down|out)\.weight$")
 _TIME_STEPS = 0.001, 0.1
 _LEAST_TIME_STEP = 1e-4
 _DECAYS = 1.0, 16.0
+_XIELU = {
+    "alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6,
+}  # fmt: skip
 
 
 def initial_weights(config: ModelConfig, std: float, seed: int) -> dict[str, LazyTensor]:
@@ -60,6 +64,9 @@ def _initial(name: str, shape: Shape, config: ModelConfig, std: float, seed: int
 
 def _constant(name: str, config: ModelConfig) -> float | None:
     """Return the value of all elements, or None for random elements."""
+    _, is_of_activation, number = name.rpartition(".mlp.act.")
+    if is_of_activation:
+        return _XIELU[number]
     if name.endswith((".mamba.D", ".linear.dt_bias", ".linear.out_norm.weight", "scale")):
         return 1.0
     if name.endswith(".mamba.dt_bias") or _CONVOLUTION_BIAS.search(name):

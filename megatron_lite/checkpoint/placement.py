@@ -257,7 +257,12 @@ def _shard(
 
 
 def _with_axes(whole: Shape, row: int, col: int, *, fill: int) -> Shape:
-    """Return a row and a column with as many axes as `whole`: a vector has no columns, a convolution [channels, 1, width]."""
+    """Return a row and a column with as many axes as `whole`: a vector has no columns, a convolution [channels, 1, width].
+
+    A single number has no axes.
+    """
+    if not whole:
+        return ()
     if len(whole) == 1:
         return (row,)
     between = whole[1:-1]

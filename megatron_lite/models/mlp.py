@@ -6,6 +6,7 @@ from megatron_lite.models.activation import activate
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.input_matrix import input_matrix
 from megatron_lite.models.mixers.wide_norm import WideNorm
+from megatron_lite.models.xielu import XIELU
 from megatron_lite.parallel.tensor import ColumnLinear, Keep, RowLinear
 
 
@@ -26,6 +27,7 @@ class MLP(nn.Module):
             if has_norm
             else ColumnLinear(config.hidden, rows, plan.ranks, bias=bias)
         )
+        self.activation_func = XIELU() if config.mlp.activation == "xielu" else None
         self.inner_norm = WideNorm(ffn, plan.norm, plan.ranks) if config.norm.inner else None
         self.linear_fc2 = RowLinear(
             ffn, config.hidden, plan.ranks, bias=bias, norm_after=plan.norm_after
@@ -35,5 +37,6 @@ class MLP(nn.Module):
         return self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)
 
     def _activate(self, x: Tensor) -> Tensor:
-        activated = activate(x, self.shape)
+        trained = self.activation_func
+        activated = activate(x, self.shape) if trained is None else trained(x)
         return activated if self.inner_norm is None else self.inner_norm(activated)

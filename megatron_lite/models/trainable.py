@@ -17,7 +17,7 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
-    "afmoe", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
     "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5",
     "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
     "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
@@ -35,8 +35,7 @@ TRAINED = (
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
-    "apertus": "an activation with trained numbers",
-    "apertus1p5_text": "an activation with trained numbers",
+    "apertus1p5_text": "a head without rows for the last tokens of the vocabulary",
     "axk2": "gates on norms, and latent attention with a gate of its output",
     "baichuan": "a head whose rows are divided by their lengths, and ALiBi beside gated MLPs",
     "bailing_hybrid": "Kimi delta attention, whose state forgets each channel by itself, and gates of whole heads",
@@ -100,7 +99,6 @@ NOT_COMPUTED = {
     "sparse_mlp": "MLPs that set most of their elements to 0",
     "vision_experts": "experts for images beside those for text",
     "attention_residuals": "attention to the outputs of earlier blocks of layers",
-    "xielu": "an activation with trained numbers",
     "situ": "an activation that a tanh limits",
     "shorter_head": "a head without rows for the last tokens of the vocabulary",
     "partly_scaled": "rope scaling in some of its layers",

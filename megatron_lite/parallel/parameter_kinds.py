@@ -14,7 +14,7 @@ class Kind(Enum):
     SHARDED = "each tensor rank has its own part"
     VOCABULARY = "the same, for the rows of the vocabulary; with tied weights, the first and the last stage have a copy each"
     OF_TOKENS = "each tensor rank has a copy, which processes its rank's tokens with sequence parallelism, else all tokens"
-    OF_HEADS = "each tensor rank has a copy, which processes only its rank's heads"
+    OF_HEADS = "each tensor rank has a copy, which processes only its rank's heads, or its columns of an MLP"
     EXPERT = "a part of one expert, which processes all tokens that are routed to it"
     UNTRAINED = (
         "each tensor rank has a copy, without gradient and optimizer; something else changes it"

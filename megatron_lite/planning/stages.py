@@ -20,6 +20,7 @@ from megatron_lite.settings.sizes import Sizes
 
 BEFORE, BEHIND = -1, 1 << 30
 """Places before and after all layers, for sorting."""
+UNTRAINED = ("router.expert_bias", ".layer_scalar", ".activation_func.beta", ".activation_func.eps")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -95,7 +96,7 @@ def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:
     """Return the kind of a parameter, from its name and sharding."""
     if is_expert(native.name):
         return Kind.EXPERT
-    if native.name.endswith(("router.expert_bias", ".layer_scalar")):
+    if native.name.endswith(UNTRAINED):
         return Kind.UNTRAINED
     if ".core_attention.indexer." in native.name:
         return Kind.CONSTANT
@@ -103,7 +104,8 @@ def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:
         of_heads = config.attention.qk_norm and native.name.endswith(
             ("q_layernorm.weight", "k_layernorm.weight")
         )
-        return Kind.OF_HEADS if of_heads else Kind.OF_TOKENS
+        of_columns = ".activation_func." in native.name
+        return Kind.OF_HEADS if of_heads or of_columns else Kind.OF_TOKENS
     return Kind.VOCABULARY if native.name in VOCABULARY else Kind.SHARDED
 
 

@@ -30,6 +30,7 @@ OF_THE_TRAINER = (
         "value_width",
         "value_scale",
         "two_rotations",
+        "xielu",
     ),
 )
 """Features that no software of Megatron loads from a checkpoint. The trainer's checkpoints have them in a config.json."""

@@ -11,7 +11,8 @@ EXTRA_STATE = "._extra_state"
 """Transformer Engine's FP8 bookkeeping. Every linear layer has such an entry, which is empty without FP8."""
 
 NOT_PARAMETERS = ("rotary_pos_emb.inv_freq",)
-BUFFERS = (*NOT_PARAMETERS, ".expert_bias", ".layer_scalar", "tokens_per_expert")
+_KEPT = (".expert_bias", ".layer_scalar", ".activation_func.beta", ".activation_func.eps")
+BUFFERS = (*NOT_PARAMETERS, *_KEPT, "tokens_per_expert")
 """Suffixes of a model's tensors that no optimizer trains."""
 
 _OF_RETRIEVAL = (".cross_attention.", ".pre_cross_attn_layernorm.")

@@ -120,6 +120,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "apertus": ("apertus", {}),
     "gemma2": (
         "gemma2",
         {

@@ -93,6 +93,7 @@ _OLMO_2 = {
     "attention.qk_norm_width": "all",
     "norm.place": "after",
 }
+_APERTUS = {"attention.qk_norm": True, "mlp.activation": "xielu", "mlp.gated": False}
 _GPT2 = {
     "positions.kind": "learned",
     "norm.kind": "LayerNorm",
@@ -148,6 +149,7 @@ MODELS = {
         "gemma4_text", {**SIZES, **_GEMMA_4, **_CARRIED, "tie_embeddings": True}
     ),
     "gemma4": from_fields("gemma4_text", {**SIZES, **_GEMMA_4, "tie_embeddings": True}),
+    "apertus": from_fields("apertus", {**SIZES, **_APERTUS}),
     "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),
     "mimo_v2_flash": from_fields("mimo_v2_flash", {**SIZES, **_EXPERTS, **_MIMO_V2}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),

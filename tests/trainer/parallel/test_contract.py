@@ -213,6 +213,7 @@ FEATURES = {
     "granite_moe_hybrid": changed(
         replace(MODELS["qwen3"], family="granite_moe_hybrid"), {**MIXED, **EXPERTS, "experts.shared_ffn": 24}
     ),
+    "apertus": MODELS["apertus"],
     "gemma4_text": changed(
         replace(MODELS["qwen3"], family="gemma4_text"),
         {**GEMMA_4, **EXPERTS, "experts.shared_ffn": 24, "experts.own_norms": True},

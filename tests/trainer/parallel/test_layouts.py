@@ -42,6 +42,8 @@ COVERING = [
     Case("mimo_v2_flash", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
+    Case("apertus", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("apertus", tp=2, dp=2, distributed=True, zero=3, recompute=FULL),
 ]
 EVERY = [
     Case(model, distributed=distributed, recompute=recompute, **layout)

@@ -158,6 +158,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("llama4, norms of q and k", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("llama4, short chunks", Layout(1, 2, 1, 1, stage_layers=(1, 3))),
         ("gemma4_unified_text", Layout(2, 1, stage_layers=(LAYERS,))),
+        ("apertus", Layout(2, 2, stage_layers=(1, 3))),
         ("gemma4_text, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         (OF_LAYER_INPUTS, Layout(1, 2, stage_layers=(3, 1))),
         ("mimo_v2_flash", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
