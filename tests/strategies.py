@@ -225,6 +225,7 @@ OTHER_MIXERS = (
     "lfm2",
     "lfm2_moe",
     "mimo_v2_flash",
+    "nemotron_nas",
     "olmo_hybrid",
 )
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
@@ -240,7 +241,6 @@ BETWEEN_FILES = (
         "kimi_linear",
         "gemma3n_text",
         "minimax_m3_vl_text",
-        "nemotron_nas",
     ),
     "step3p5",
     *(

@@ -652,15 +652,41 @@ GEMMAS_4 = {
     ),
 }  # fmt: skip
 """Gemma 4, which is converted between Hugging Face's files, and trained."""
+_NO_ATTENTION = {"n_heads_in_group": None, "no_op": True}
+_NO_MLP = {"ffn_mult": None, "no_op": True}
+BLOCKS: list[Any] = [
+    {
+        "attention": {"n_heads_in_group": 4, "no_op": False},
+        "ffn": {"ffn_mult": 6.0, "no_op": False},
+    },
+    {"attention": _NO_ATTENTION, "ffn": {"ffn_mult": 12.0, "no_op": False}},
+    {"attention": {"n_heads_in_group": 2, "no_op": False}, "ffn": _NO_MLP},
+    {
+        "attention": {"n_heads_in_group": 4, "no_op": False},
+        "ffn": {"ffn_mult": 12.0, "no_op": False},
+    },
+]
+"""Layers of a DeciLM: with other sizes, without attention, and without an MLP."""
+DECI: dict[str, Any] = {
+    "intermediate_size": None, "num_key_value_heads": None, "block_configs": BLOCKS, **rope(5000.0, **LLAMA3),
+}  # fmt: skip
+MIMO_V2: dict[str, Any] = {
+    **EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 2, "head_dim": 12, "v_head_dim": 10, "sliding_window": WINDOW,
+    "routed_scaling_factor": 1.5,
+    **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5)),
+}  # fmt: skip
 OWN_SIZES = {
+    "nemotron_nas": Variant(
+        "nemotron-nas",
+        DECI,
+        {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0, **LLAMA3), "no scaling": rope(5000.0)},
+    ),
     "mimo_v2_flash": Variant(
-        "mimo_v2_flash",
-        {**EXPERTS, "n_routed_experts": 8, "num_key_value_heads": 2, "head_dim": 12, "v_head_dim": 10, "sliding_window": WINDOW,
-         "attention_bias": True, "routed_scaling_factor": 1.5, **every_other_window(),
-         **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5))},
+        "mimo_v2_flash", {**MIMO_V2, "layer_types": ["full_attention", "sliding_attention"] * 2},
         {"one less": {"sliding_window": WINDOW - 1}, "unscaled values": {"attention_value_scale": None},
          "weights left as they are": {"norm_topk_prob": False}, "groups": {"n_group": 4, "topk_group": 1}},
     ),
+    "mimo_v2_flash, biases": Variant("mimo_v2_flash", {**MIMO_V2, "attention_bias": True, **every_other_window()}),
 }  # fmt: skip
 """Models whose layers have sizes of their own. They are converted between Hugging Face's files, and trained."""
 APERTUS = {
@@ -977,6 +1003,9 @@ CONVERTED = {
          "same share": two_ropes(rope_of(5000.0, **OLMO_YARN), rope_of(700.0))},
     ),
     "laguna, a gate of each element": Variant("laguna", {**LAGUNA, "gating": "per-element"}, {"epsilon": {"rms_norm_eps": 1e-5}}),
+    "nemotron_nas, a layer without parts": Variant(
+        "nemotron-nas", {**DECI, "block_configs": [*BLOCKS[:3], {"attention": _NO_ATTENTION, "ffn": _NO_MLP}]}
+    ),
     "bailing_hybrid": Variant(
         "bailing_hybrid",
         {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},
@@ -1105,7 +1134,6 @@ def family_of(variant: Variant) -> str:
 def create(variant: Variant, directory: Path) -> None:
     """Save a model of this kind; the same one every time."""
     import torch
-    from transformers import AutoConfig
 
     torch.manual_seed(20)
     sizes = (
@@ -1118,7 +1146,7 @@ def create(variant: Variant, directory: Path) -> None:
     if variant.model_type in ("mamba2", "nemotron_h"):
         # These classes have their own key for epsilon, and no positions.
         del sizes["rms_norm_eps"], sizes["rope_parameters"]
-    config = AutoConfig.for_model(variant.model_type, **{**sizes, **variant.settings})
+    config = make_config(variant.model_type, **{**sizes, **variant.settings})
     found = model_class(config)
     model = found(config) if config.model_type == "mistral4" else found.from_config(config)
     with torch.no_grad():
@@ -1149,9 +1177,31 @@ def _name_own_class(name: str, config: Path) -> None:
         config.write_text(json.dumps(raw | {"architectures": [ours[0]]}, indent=2))
 
 
+def make_config(model_type: str, **settings: Any) -> Any:
+    """A configuration of transformers. DeciLM's is the tests' own, since transformers has none."""
+    from transformers import AutoConfig
+
+    if model_type == "nemotron-nas":
+        from tests.deci_language import DeciConfig
+
+        return DeciConfig(**settings)
+    return AutoConfig.for_model(model_type, **settings)
+
+
+def read_saved_config(directory: Path, **settings: Any) -> Any:
+    """The configuration of a saved model. settings: replace those of config.json."""
+    from transformers import AutoConfig
+
+    if json.loads((directory / "config.json").read_text())["model_type"] == "nemotron-nas":
+        from tests.deci_language import DeciConfig
+
+        return DeciConfig.from_pretrained(directory, **settings)
+    return AutoConfig.from_pretrained(directory, **settings)
+
+
 def model_class(config: "PretrainedConfig") -> Any:
     """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list, and none
-    for the language model of Molmo 2."""
+    for the language model of Molmo 2 and for DeciLM."""
     from transformers import AutoModelForCausalLM
     from transformers.models.mistral4 import Mistral4ForCausalLM
 
@@ -1159,15 +1209,18 @@ def model_class(config: "PretrainedConfig") -> Any:
         from tests.molmo2_language import Molmo2Language
 
         return Molmo2Language
+    if config.model_type == "nemotron-nas":
+        from tests.deci_language import DeciLMForCausalLM
+
+        return DeciLMForCausalLM
     return Mistral4ForCausalLM if config.model_type == "mistral4" else AutoModelForCausalLM
 
 
 def load(directory: Path, **settings: Any) -> "PreTrainedModel":
     """Load a model as a user does, in float32 with eager attention. settings: replace those of config.json."""
     import torch
-    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(directory, **settings)
+    config = read_saved_config(directory, **settings)
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     return cast(
         "PreTrainedModel",

@@ -4,7 +4,8 @@ some layers.
 No release of transformers contains this architecture. Names and defaults come from the repository
 nvidia/Llama-3_3-Nemotron-Super-49B-v1 (modeling_decilm.py and configuration_decilm.py). A layer without attention has no
 norm before it, and a layer without MLP has none either. Megatron core describes such layers in a file of its own
-(heterogeneous_layers_config), which megaconv doesn't write: the models are converted between Hugging Face's files only.
+(heterogeneous_layers_config), which megaconv doesn't write: the models are converted between Hugging Face's files, and
+trained; core's names are those of the trainer's checkpoints.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families.llama import FAMILY as LLAMA
 from megaconv.families.parts.decoder_keys import multi_head
-from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP
+from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, MLP
 from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import (
     CONFIG_NAME,
@@ -25,19 +26,13 @@ from megaconv.families.parts.keys import (
     need_size,
     require_each_layer,
 )
-from megaconv.families.parts.row_changes import hf_only
+from megaconv.families.parts.mamba_and_mlp import ends, rows_of
+from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
 from megaconv.model.subjects import LayerKind
-from megaconv.model.table import Row
 
-
-def _with_attention(row: Row) -> Row:
-    """The row, in layers with attention only."""
-    return replace(row, when=f"attention {row.when}" if row.when else "attention")
-
-
-ROWS = hf_only((EMBEDDING, *map(_with_attention, ATTENTION), *MLP, *HEAD))
+ROWS = in_core((EMBEDDING, *rows_of("attention", ATTENTION), *MLP, *ends("model.norm.weight")))
 
 _BLOCKS, _GROUP, _NO_OP = "block_configs", "n_heads_in_group", "no_op"
 _MULTIPLE = 256

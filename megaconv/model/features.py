@@ -100,6 +100,12 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "hybrid_stack": lambda config: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
     ),
+    "empty_layers": lambda config: any(each.mixer == each.mlp == "none" for each in config.layers),
+    "parts_left_out": lambda config: (
+        config.positions.kind == "rope"
+        and any("none" in (each.mixer, each.mlp) for each in config.layers)
+        and all(each.mixer in ("attention", "none") for each in config.layers)
+    ),
     "only_mamba": lambda config: all(
         each.mixer == "mamba" and each.mlp == "none" for each in config.layers
     ),

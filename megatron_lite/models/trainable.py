@@ -27,7 +27,7 @@ TRAINED = (
     "jais2", "kolibri1",
     "lfm2", "lfm2_moe",
     "llama", "llama4", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
-    "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt",
+    "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "olmo_hybrid",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
     "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
@@ -63,7 +63,6 @@ CONVERTED_ONLY = {
     "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "mistral_large4_text": "layers that share latent keys and values or an indexer's choice, and queries that grow by position",
     "molmo2_text": "a head without rows for the last tokens of the vocabulary",
-    "nemotron_nas": "layers with sizes of their own, some of them without attention or without an MLP",
 }
 """Families that the decoder doesn't support -> the parts of their models that it lacks."""
 RETRO = "retro"
@@ -94,6 +93,7 @@ NOT_COMPUTED = {
     "block_indexer": "indexers that select blocks of keys",
     "head_gate": "gates of whole heads",
     "limits": "limits of activations in some layers",
+    "empty_layers": "layers with neither a mixer nor an MLP",
     "wide_values": "values that are wider than keys",
     "streams": "several residual streams",
     "sparse_mlp": "MLPs that set most of their elements to 0",

@@ -199,6 +199,8 @@ def every_kind(family: str) -> list[ModelConfig]:
     if family == "molmo2_text":
         after = {"norm.place": "after", "attention.qk_norm_width": "all"}
         return [config, changed(config, after)]
+    if family == "nemotron_nas":
+        return [config, changed(config, {"layers.mixer": ("attention", "none")})]
     if family == "hyperclovax":
         return [config, changed(config, {"norm.place": "both"})]
     if family == "deepseek_v4":

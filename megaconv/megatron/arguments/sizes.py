@@ -19,6 +19,8 @@ from megaconv.model.subjects import retrieving_layers
 
 CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
 """Heads on a BERT's pooled first token, with the same names in core and legacy models."""
+_SINKS = "self_attention.core_attention.softmax_offset"
+"""Attention sinks, which some models have in layers with a window alone."""
 PROJECTION = "projection_enc.weight"
 """The projection of a biencoder's tower, with the same name in core and legacy models."""
 
@@ -136,7 +138,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         )
     _require_matrices(ranks, names)
     hidden = first[names.embedding].shape[-1]
-    hybrid = _is_hybrid(layers, args, names)
+    hybrid = _is_hybrid(layers, last, args, names)
     mixers = _mixers(layers, names, hybrid=hybrid)
     attention = next((layer for index, layer in layers.items() if mixers[index] == "attention"), {})
     found: dict[str, Any] = {
@@ -146,6 +148,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         "vocab": padded_rows(ranks, names),
         "tie_embeddings": _is_tied(last, layout, args, names),
         **_find_attention(attention, names),
+        "attention.sinks": any(_SINKS in layer for layer in layers.values()),
         **_find_norms(attention, hidden, layout.tp, args, names),
         "mtp_layers": _layer_count(last, "mtp.layers."),
     }
@@ -176,7 +179,6 @@ def _find_attention(attention: Weights, names: SizeTensors) -> dict[str, Any]:
     found = {
         "attention.qkv_bias": names.qkv + ".bias" in attention,
         "attention.o_bias": names.o + ".bias" in attention,
-        "attention.sinks": "self_attention.core_attention.softmax_offset" in attention,
     }
     if attention:
         # Latent attention has only q's norm.
@@ -243,9 +245,14 @@ def _mixers(layers: Mapping[int, Weights], names: SizeTensors, *, hybrid: bool) 
     return tuple(mixer(layers[index]) for index in sorted(layers))
 
 
-def _is_hybrid(layers: Mapping[int, Weights], args: Namespace, names: SizeTensors) -> bool:
-    """True for a model of Megatron core's hybrid stack: it has Mamba layers, or its arguments have a pattern."""
+def _is_hybrid(
+    layers: Mapping[int, Weights], last: Weights, args: Namespace, names: SizeTensors
+) -> bool:
+    """True for a model of Megatron core's hybrid stack: it has Mamba layers, that stack's own name for the final norm,
+    or a pattern in its arguments."""
     if any(name.startswith(names.mamba) for layer in layers.values() for name in layer):
+        return True
+    if "decoder.final_norm.weight" in last:
         return True
     patterns = ("hybrid_override_pattern", "hybrid_layer_pattern")
     return any(getattr(args, name, None) for name in patterns)

@@ -45,7 +45,7 @@ def configure(
     for name in STRUCTURE:
         if name not in described:
             continue
-        stated = value_of(config, name)
+        stated = _first_width(config) if name == "mlp.ffn" else value_of(config, name)
         if stated != described[name]:
             raise TensorMismatch(
                 f"{where}: says {name} = {stated}, the checkpoint has {described[name]}; "
@@ -57,6 +57,13 @@ def configure(
         given = read_fields(args, found, legacy=legacy)
         compared = _compared(given, found, args)
     return _with_run_arguments(config, compared, where, config_wins=required)
+
+
+def _first_width(config: ModelConfig) -> int:
+    """The width of the first MLP, which tensors show. Other layers may have other widths."""
+    dense = config.layers_with("dense")
+    own = config.layers[dense[0]].ffn if dense else None
+    return config.mlp.ffn if own is None else own
 
 
 _STATED_BY = {

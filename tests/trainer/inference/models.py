@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.inference.slots import Recomputed
+from tests.transformers_oracle import make_config, model_class
 
 VOCAB, EOS, LENGTH = 131, 4, 96
 
@@ -16,8 +17,6 @@ VOCAB, EOS, LENGTH = 131, 4, 96
 def tiny(model_type: str = "llama", **settings: Any) -> Any:
     """A small model in float32. Its weights are large, so that the likeliest token leads by far more than
     rounding."""
-    import transformers
-
     common = {
         "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
         "vocab_size": VOCAB, "max_position_embeddings": LENGTH, "bos_token_id": 3, "eos_token_id": EOS, "pad_token_id": None,
@@ -28,11 +27,9 @@ def tiny(model_type: str = "llama", **settings: Any) -> Any:
             "n_embd": 64, "n_inner": 88, "n_layer": 4, "n_head": 8, "vocab_size": VOCAB, "n_positions": LENGTH,
             "bos_token_id": 3, "eos_token_id": EOS, "initializer_range": 0.2,
         }  # fmt: skip
-    config = transformers.AutoConfig.for_model(model_type, **common | settings)
+    config = make_config(model_type, **common | settings)
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    model = model_class(config).from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2)

@@ -24,6 +24,7 @@ from tests.trainer.inference.models import EOS, LENGTH, slots_of, tiny
 from tests.trainer.parallel.small import MODELS as SMALL_MODELS
 from tests.trainer.parallel.small import Case, batches, make_engine
 from tests.trainer.parallel.worlds import World
+from tests.transformers_oracle import BLOCKS
 
 pytestmark = pytest.mark.oracle
 
@@ -103,6 +104,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 4,
             "top_k_experts": 2,
             "moe_intermediate_size": 24,
+        },
+    ),
+    "nemotron_nas": (
+        "nemotron-nas",
+        {
+            "intermediate_size": None,
+            "num_key_value_heads": None,
+            "block_configs": BLOCKS,
+            "use_cache": False,
         },
     ),
     "mimo_v2_flash": (

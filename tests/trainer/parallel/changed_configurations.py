@@ -34,6 +34,7 @@ from tests.transformers_oracle import (
     Variant,
     family_of,
     load,
+    make_config,
     model_class,
     rope,
 )
@@ -173,10 +174,8 @@ def settings_of(variant: Variant) -> dict[str, Any]:
 
 def keys_of(family: str) -> dict[str, Any]:
     """All keys that transformers writes for the unchanged model, and their values."""
-    from transformers import AutoConfig
-
     variant = BASES[family]
-    config = AutoConfig.for_model(variant.model_type, **settings_of(variant))
+    config = make_config(variant.model_type, **settings_of(variant))
     written: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return written
 
@@ -253,11 +252,9 @@ def _expected(
 
 
 def _save(model_type: str, settings: Mapping[str, Any], directory: Path) -> None:
-    from transformers import AutoConfig
-
     torch.manual_seed(20)
     # transformers changes the objects that it gets.
-    config = AutoConfig.for_model(model_type, **deepcopy(dict(settings)))
+    config = make_config(model_type, **deepcopy(dict(settings)))
     found = model_class(config)
     model = found(config) if model_type == "mistral4" else found.from_config(config)
     with torch.no_grad():

@@ -99,6 +99,7 @@ FEATURES = {
         {"attention.qk_norm": False, "attention.qkv_bias": True},
     ),
     "mimo_v2_flash": MODELS["mimo_v2_flash"],
+    "nemotron_nas": MODELS["nemotron_nas"],
     "qwen3": MODELS["qwen3"],
     "mixtral": changed(replace(MODELS["qwen3"], family="mixtral"), {"attention.qk_norm": False, **EXPERTS}),
     "qwen2_moe": changed(
@@ -358,6 +359,13 @@ def test_a_family_of_another_package_is_not_trained_as_if_it_were_one_of_these()
             "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
         ),
         ({"attention.v_dim": 20}, "values that are wider than keys"),
+        (
+            {
+                "layers.mixer": ("none",) + ("attention",) * 3,
+                "layers.mlp": ("none",) + ("dense",) * 3,
+            },
+            "layers with neither a mixer nor an MLP",
+        ),
     ],
 )
 def test_features_that_the_decoder_does_not_compute_are_refused_by_name(

@@ -162,6 +162,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("gemma4_text, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         (OF_LAYER_INPUTS, Layout(1, 2, stage_layers=(3, 1))),
         ("mimo_v2_flash", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("nemotron_nas", Layout(2, 2, stage_layers=(1, 3))),
         pytest.param(OF_LAYER_INPUTS, Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param(
             "gemma4_unified_text, shared keys and values",
