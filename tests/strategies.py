@@ -222,6 +222,7 @@ OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = (
     "gemma4_text",
     "gemma4_unified_text",
+    "laguna",
     "lfm2",
     "lfm2_moe",
     "mimo_v2_flash",
@@ -245,7 +246,6 @@ BETWEEN_FILES = (
     "step3p5",
     *(
         "axk2",
-        "laguna",
         "lfm3",
         "mistral_large4_text",
         "hy_v4",

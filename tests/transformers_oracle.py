@@ -675,7 +675,21 @@ MIMO_V2: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     **two_ropes(rope_of(5000.0, partial_rotary_factor=0.334), rope_of(700.0, partial_rotary_factor=0.5)),
 }  # fmt: skip
+TWO_SHARES = two_ropes(
+    rope_of(5000.0, **OLMO_YARN, partial_rotary_factor=0.5),
+    rope_of(700.0, partial_rotary_factor=1.0),
+)
+LAGUNA: dict[str, Any] = {
+    **EXPERTS, **TWO_SHARES, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
+    "num_attention_heads_per_layer": [8, 4, 12, 4], "moe_routed_scaling_factor": 1.7, **every_other_window(),
+}  # fmt: skip
 OWN_SIZES = {
+    "laguna": Variant(
+        "laguna", LAGUNA,
+        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_routed_scaling_factor": 1.0},
+         "same share": two_ropes(rope_of(5000.0, **OLMO_YARN), rope_of(700.0))},
+    ),
+    "laguna, a gate of each element": Variant("laguna", {**LAGUNA, "gating": "per-element"}, {"epsilon": {"rms_norm_eps": 1e-5}}),
     "nemotron_nas": Variant(
         "nemotron-nas",
         DECI,
@@ -891,14 +905,6 @@ BEYOND_MEGATRON = {
     ),
 }  # fmt: skip
 """Models that Megatron has no arguments for: they are converted between Hugging Face's files, and trained."""
-TWO_SHARES = two_ropes(
-    rope_of(5000.0, **OLMO_YARN, partial_rotary_factor=0.5),
-    rope_of(700.0, partial_rotary_factor=1.0),
-)
-LAGUNA: dict[str, Any] = {
-    **EXPERTS, **TWO_SHARES, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
-    "num_attention_heads_per_layer": [8, 4, 12, 4], "moe_routed_scaling_factor": 1.7, **every_other_window(),
-}  # fmt: skip
 KIMI: dict[str, Any] = {
     "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
@@ -997,12 +1003,6 @@ CONVERTED = {
         {**LATENT, **INDEXER, "gated_norm_rank": 3, "mlp_layer_types": ["dense", "sparse"] * 2, "rms_norm_eps": 1e-3},
         {"epsilon": {"rms_norm_eps": 1e-5}, "fewer positions": {"index_topk": 4}, "one group": {"n_group": 1, "topk_group": 1}},
     ),
-    "laguna": Variant(
-        "laguna", LAGUNA,
-        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_routed_scaling_factor": 1.0},
-         "same share": two_ropes(rope_of(5000.0, **OLMO_YARN), rope_of(700.0))},
-    ),
-    "laguna, a gate of each element": Variant("laguna", {**LAGUNA, "gating": "per-element"}, {"epsilon": {"rms_norm_eps": 1e-5}}),
     "nemotron_nas, a layer without parts": Variant(
         "nemotron-nas", {**DECI, "block_configs": [*BLOCKS[:3], {"attention": _NO_ATTENTION, "ffn": _NO_MLP}]}
     ),

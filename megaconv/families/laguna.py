@@ -1,13 +1,15 @@
 """Poolside's Laguna: numbers of heads by layer, gated attention, ropes of two kinds of layers, experts as DeepSeek's.
 
 The gate of attention is a softplus, of each head or of each element. Megatron core has no such gate, and no layers with
-other numbers of heads: these models are converted between Hugging Face's files only.
+other numbers of heads: these models are converted between Hugging Face's files, and trained; core's names are those of
+the trainer's checkpoints.
 """
 
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
+from megaconv.families.parts.attention_gates import with_gates
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, decoder_keys, heads
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.deepseek_experts import (
@@ -29,18 +31,12 @@ from megaconv.families.parts.keys import (
     size,
 )
 from megaconv.families.parts.layer_ropes import partial_layer_ropes
-from megaconv.families.parts.row_changes import hf_only, respelled, without_biases
+from megaconv.families.parts.row_changes import in_core, respelled, without_biases
 from megaconv.families.parts.windows import windows_by_layer
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
-from megaconv.model.table import Row
 
 _MLP = "model.layers.{l}.mlp."
-_GATE = "model.layers.{l}.self_attn.g_proj.weight"
-_GATES = (
-    Row("layers.{l}.attn.gate.weight", ("heads*head_dim hidden",), tp=0, when="output_gate", hf=_GATE),
-    Row("layers.{l}.attn.head_gate.weight", ("heads hidden",), tp=0, when="head_gate", hf=_GATE),
-)  # fmt: skip
 _NAMES = {
     ROUTER_BIAS.canonical: {
         "hf": _MLP + "experts.e_score_correction_bias",
@@ -55,8 +51,8 @@ _NAMES = {
         "hf_stacked": _MLP + "shared_experts.down_proj.weight",
     },
 }
-_ALL = (EMBEDDING, *without_biases(ATTENTION), *_GATES, *DEEPSEEK_MLPS, *HEAD)
-ROWS = hf_only(respelled(_ALL, _NAMES))
+_ATTENTION = with_gates(without_biases(ATTENTION), "g_proj", "gate", "head_gate")
+ROWS = in_core(respelled((EMBEDDING, *_ATTENTION, *DEEPSEEK_MLPS, *HEAD), _NAMES))
 
 _USUAL_HEADS = heads(8, 128)
 _EACH = "num_attention_heads_per_layer"

@@ -53,6 +53,10 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "capped_scores": lambda config: config.attention.score_cap is not None,
     "block_indexer": lambda config: any(each.indexed for each in config.layers),
     "head_gate": lambda config: config.attention.head_gate,
+    "softplus_gate": lambda config: (
+        (config.attention.output_gate or config.attention.head_gate)
+        and config.attention.gate_activation == "softplus"
+    ),
     "limits": lambda config: any(
         each.limit is not None or each.shared_limit is not None for each in config.layers
     ),

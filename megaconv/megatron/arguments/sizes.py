@@ -12,7 +12,9 @@ from typing import Any
 from formats.wording import counted
 from megaconv.errors import TensorMismatch, UnknownFamily
 from megaconv.megatron.arguments.size_tensors import SizeTensors
+from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.states.ranks import Ranks, Weights
+from megaconv.model.described import OF_ONE_LAYER
 from megaconv.model.fields import one_or_each
 from megaconv.model.layout import Layout
 from megaconv.model.subjects import retrieving_layers
@@ -308,8 +310,13 @@ def _find_norms(
 
 
 def require_gate(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors) -> None:
-    """Raises TensorMismatch if args have attention_output_gate, and q, k and v don't have the rows for the gate."""
-    if getattr(args, "attention_output_gate", None) is not True:
+    """Raises TensorMismatch if args have attention_output_gate, and q, k and v don't have the rows for the gate.
+
+    Args that leave out the sizes of single layers don't give the rows.
+    """
+    left_out = getattr(args, LEFT_OUT, ())
+    has_own_sizes = any(f"layers.{size}" in left_out for size in OF_ONE_LAYER)
+    if getattr(args, "attention_output_gate", None) is not True or has_own_sizes:
         return
     heads, hidden = args.num_attention_heads, ranks.dense(0, 0)[0][names.embedding].shape[-1]
     kv_heads = args.num_query_groups if getattr(args, "group_query_attention", False) else heads

@@ -1,11 +1,13 @@
 """Self-attention, one of the mixers of a layer: a norm, the matrices, norms of q and k, rotation."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from megaconv.model.subjects import Temperature
+from megaconv.model.subjects import Attention, Temperature
 from megatron_lite.models import rng
 from megatron_lite.models.alibi import own_slopes
 from megatron_lite.models.attention import attend
@@ -20,6 +22,12 @@ from megatron_lite.models.scores import of_layer
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Norm, RowLinear, TensorGroup
 from megatron_lite.settings.options import ModelOptions
+
+GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": torch.sigmoid,
+    "softplus": lambda x: F.softplus(x.float()).to(x.dtype),
+}
+"""The functions of attention's gate, by the words of megaconv.model.subjects.Attention."""
 
 
 class Sinks(nn.Module):
@@ -67,9 +75,10 @@ class SelfAttention(nn.Module):
 
     def _add_matrices(self, plan: Plan) -> None:
         hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
-        self.gated = attention.output_gate
+        gated = attention.output_gate or attention.head_gate
+        self.gate = GATES[attention.gate_activation] if gated else None
         self.keys_are_values = plan.kind(self.layer).keys_as_values
-        self.widths = self._widths(attention.value_dim)
+        self.widths = self._widths(attention)
         rows = self.kv_heads * sum(self.widths.values())
         self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
         self.value_scale = attention.value_scale
@@ -90,14 +99,16 @@ class SelfAttention(nn.Module):
             norm_after=plan.norm_after,
         )
 
-    def _widths(self, value_dim: int) -> dict[str, int]:
+    def _widths(self, attention: Attention) -> dict[str, int]:
         """Return the rows of linear_qkv for one key/value head, by part: q and its gate, k, and v if it isn't k."""
-        queries = self.group * self.head_dim
-        gate = {"gate": queries} if self.gated else {}
-        if not self.own_keys:
-            return {"q": queries, **gate}
-        values = {} if self.keys_are_values else {"v": value_dim}
-        return {"q": queries, **gate, "k": self.head_dim, **values}
+        widths = {"q": self.group * self.head_dim}
+        if self.gate is not None:
+            widths["gate"] = self.group * (1 if attention.head_gate else self.head_dim)
+        if self.own_keys:
+            widths["k"] = self.head_dim
+        if self.own_keys and not self.keys_are_values:
+            widths["v"] = attention.value_dim
+        return widths
 
     def _norm(self, plan: Plan, heads: int) -> nn.Module:
         """Return the norm of queries or keys. heads: number of heads on this rank."""
@@ -130,7 +141,7 @@ class SelfAttention(nn.Module):
         return (k, v) if run.cache is None else run.cache.append(self.layer, k, v)
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, run: Pass) -> Tensor:
-        """Return the projected attention. gate: of the output, or None."""
+        """Return the projected attention. gate: of the output, of each head or of each element; or None."""
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
         mixed = attended(
             q,
@@ -145,7 +156,8 @@ class SelfAttention(nn.Module):
             sinks=sinks,
             rules=self._rules(k, run),
         )
-        mixed = mixed if gate is None else mixed * gate.sigmoid()
+        if gate is not None and self.gate is not None:
+            mixed = mixed * self.gate(gate)
         mixed = mixed if self.inner_norm is None else self.inner_norm(mixed)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
@@ -160,7 +172,8 @@ class SelfAttention(nn.Module):
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v and the gate of the output, or None.
 
-        Each is [sequence, batch, heads or kv_heads, head_dim], and v has the width of values.
+        Each is [sequence, batch, heads or kv_heads, head_dim]. v has the width of values, and the gate of a head may
+        have one element.
         """
         grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, -1))
         # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
@@ -172,7 +185,7 @@ class SelfAttention(nn.Module):
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         if self.value_scale is not None:
             v = v * self.value_scale
-        return q, k, v, self._heads_apart(parts["gate"]) if self.gated else None
+        return q, k, v, self._heads_apart(parts["gate"]) if "gate" in parts else None
 
     def _heads_apart(self, x: Tensor) -> Tensor:
         """[sequence, batch, kv_heads, rows] -> [sequence, batch, heads, rows of a head]."""

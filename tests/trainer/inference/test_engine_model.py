@@ -106,6 +106,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "laguna": (
+        "laguna",
+        {
+            "head_dim": 12,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_attention_heads_per_layer": [8, 4, 12, 4],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+        },
+    ),
     "nemotron_nas": (
         "nemotron-nas",
         {
@@ -381,7 +394,7 @@ LAYOUTS = {
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
     *("nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
-    "mimo_v2_flash",
+    *("mimo_v2_flash", "laguna"),
 )
 FITTING = [
     (name, layout)

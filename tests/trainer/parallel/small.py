@@ -81,6 +81,12 @@ _NEMOTRON_NAS = {
     "layers.mixer": ("attention", "none", "attention", "attention"), "layers.mlp": ("dense", "dense", "none", "dense"),
     "layers.kv_heads": (None, None, 4, None), "layers.ffn": (None, 64, None, None),
 }  # fmt: skip
+_LAGUNA = {
+    "attention.qk_norm": True, "attention.head_gate": True, "attention.gate_activation": "softplus", "layers.heads": (None, 8, None, 2),
+    "layers.window": (None, 5, None, 5), "positions.local_theta": 100.0, "positions.local_rotary_percent": 0.5,
+    "layers.mlp": ("dense", "experts", "experts", "experts"), "experts.score": "sigmoid", "experts.router_bias": True,
+    "experts.shared_ffn": 24, "experts.scale": 1.5,
+}  # fmt: skip
 _GEMMA_2 = {
     "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
     "layers.window": (5, None, 5, None), "attention.score_cap": 1.5, "head.logit_cap": 2.5, "attention.scale": 0.3,
@@ -156,6 +162,7 @@ MODELS = {
     "apertus": from_fields("apertus", {**SIZES, **_APERTUS}),
     "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),
     "nemotron_nas": from_fields("nemotron_nas", {**SIZES, **_NEMOTRON_NAS}),
+    "laguna": from_fields("laguna", {**SIZES, **_EXPERTS, **_LAGUNA}),
     "mimo_v2_flash": from_fields("mimo_v2_flash", {**SIZES, **_EXPERTS, **_MIMO_V2}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **SIZES, "attention.kv_heads": 4}),

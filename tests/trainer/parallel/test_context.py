@@ -269,6 +269,7 @@ COVERING = [
     Case("gemma4", cp=2, options=how("a2a")),
     Case("mimo_v2_flash", cp=2, options=how("a2a")),
     Case("mimo_v2_flash", cp=2, options=how("p2p")),
+    Case("laguna", cp=2, options=how("all_gather")),
     Case("gemma4, layer inputs", cp=2, options=how("p2p")),
 ]
 EVERY = [

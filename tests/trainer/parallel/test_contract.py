@@ -98,6 +98,7 @@ FEATURES = {
         replace(MODELS["qwen3"], family="mimo"),
         {"attention.qk_norm": False, "attention.qkv_bias": True},
     ),
+    "laguna": MODELS["laguna"],
     "mimo_v2_flash": MODELS["mimo_v2_flash"],
     "nemotron_nas": MODELS["nemotron_nas"],
     "qwen3": MODELS["qwen3"],

@@ -41,6 +41,7 @@ COVERING = [
     Case("gemma4, layer inputs", tp=2, pp=2, vpp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("mimo_v2_flash", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("nemotron_nas", pp=2, vpp=2, recompute=FULL),
+    Case("laguna", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
     Case("apertus", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
@@ -55,7 +56,7 @@ EVERY = [
 EVERY += [
     Case(model, recompute=recompute, **layout)
     for model, (layout, recompute) in product(
-        ("mimo_v2_flash", "nemotron_nas"),
+        ("mimo_v2_flash", "nemotron_nas", "laguna"),
         [
             ({"tp": 2, "pp": 2, "sequence_parallel": True}, SELECTIVE),
             ({"pp": 2, "vpp": 2, "dp": 2, "distributed": True}, FULL),
