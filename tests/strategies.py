@@ -220,6 +220,7 @@ OTHERS = (
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = (
+    "kimi_linear",
     "gemma4_text",
     "gemma4_unified_text",
     "laguna",
@@ -239,7 +240,6 @@ BETWEEN_FILES = (
     "falcon_h1",
     *(
         "kimi_k3",
-        "kimi_linear",
         "gemma3n_text",
         "minimax_m3_vl_text",
     ),

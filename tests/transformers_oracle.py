@@ -711,11 +711,27 @@ APERTUS = {
     "apertus, biases": Variant("apertus", {"attention_bias": True}, {"epsilon": {"rms_norm_eps": 1e-5}}),
 }  # fmt: skip
 """Apertus, which is converted between Hugging Face's files, and trained."""
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
+    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
+    "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
+}  # fmt: skip
+KIMIS = {
+    "kimi_linear": Variant(
+        "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
+    ),
+    "kimi_linear, queries from a latent vector": Variant(
+        "kimi_linear", {**KIMI, "q_lora_rank": 24}, {"epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+}  # fmt: skip
+"""Kimi Linear, which is converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     **GEMMAS_4,
     **OWN_SIZES,
     **APERTUS,
+    **KIMIS,
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
@@ -905,12 +921,6 @@ BEYOND_MEGATRON = {
     ),
 }  # fmt: skip
 """Models that Megatron has no arguments for: they are converted between Hugging Face's files, and trained."""
-KIMI: dict[str, Any] = {
-    "num_key_value_heads": 8, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 24, "num_shared_experts": 2, "routed_scaling_factor": 1.5,
-    "num_expert_group": 2, "topk_group": 1, "linear_head_dim": 6, "linear_num_heads": 4, "linear_conv_kernel_dim": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "model_max_length": 96,
-}  # fmt: skip
 DEEPSEEK_V4: dict[str, Any] = {
     "num_key_value_heads": 1, "intermediate_size": 24, "head_dim": 16, "q_lora_rank": 24, "o_groups": 4, "o_lora_rank": 12,
     "sliding_window": WINDOW,
@@ -949,6 +959,7 @@ CONVERTED = {
     **GEMMAS_4,
     **OWN_SIZES,
     **APERTUS,
+    **KIMIS,
     "glm_moe_dsa, shared indexers": Variant(
         "glm_moe_dsa",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
@@ -1083,12 +1094,6 @@ CONVERTED = {
          "weights left as they are": {"norm_topk_prob": False}, "one expert": {"num_experts_per_tok": 1},
          "base": rope(700.0, **PLAIN_YARN), "no scaling": rope(5000.0), "yarn's usual factor": rope(5000.0, **OLMO_YARN)},
     ),
-    "kimi_linear": Variant(
-        "kimi_linear", KIMI, {"weights left as they are": {"moe_renormalize": False}, "all groups": {"topk_group": 2}},
-    ),
-    "kimi_linear, queries from a latent vector": Variant(
-        "kimi_linear", {**KIMI, "q_lora_rank": 24}, {"epsilon": {"rms_norm_eps": 1e-5}},
-    ),
     "gemma3n_text": Variant(
         "gemma3n_text",
         {"head_dim": 12, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -1099,7 +1104,7 @@ CONVERTED = {
          "unscaled stream": {"altup_correct_scale": False}},
     ),
 }  # fmt: skip
-"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4, OWN_SIZES and APERTUS are trained."""
+"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4, OWN_SIZES, APERTUS and KIMIS are trained."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
-from megaconv.families.kimi_linear import KDA
+from megaconv.families.kimi_linear import CLASS_NAMES, KDA
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import HEAD
 from megaconv.families.parts.deepseek_experts import (
@@ -50,20 +50,14 @@ from megaconv.families.parts.mtp import MTP_LEFT_OUT, layers_after_the_last
 from megaconv.families.parts.row_changes import hf_only, respelled
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
-from megaconv.model.table import Fused, Row, Spelling
+from megaconv.model.table import Row
 
 _LAYER = "model.layers.{l}."
 _ATTENTION = _LAYER + "self_attn."
 _GATE, _INDEXER = _ATTENTION + "forget_gate.", _ATTENTION + "indexer."
 _DECAYS = "layers.{l}.kda.A_log"
-_CLASS_NAMES: dict[str, dict[str, Spelling]] = {
-    "layers.{l}.kda.conv.{q|k|v}.weight": {"hf_stacked": Fused(_ATTENTION + "conv1d.weight")},
-    "layers.{l}.kda.{forget|gate}_down.weight": {"hf_stacked": _ATTENTION + "{forget_gate.f|g}_a_proj.weight"},
-    "layers.{l}.kda.{forget|gate}_up.weight": {"hf_stacked": _ATTENTION + "{forget_gate.f|g}_b_proj.weight"},
-    "layers.{l}.kda.dt_bias": {"hf_stacked": _GATE + "dt_bias"},
-}  # fmt: skip
 _KDA = (
-    *respelled(tuple(row for row in KDA if row.canonical != _DECAYS), _CLASS_NAMES),
+    *respelled(tuple(row for row in KDA if row.canonical != _DECAYS), CLASS_NAMES),
     Row(_DECAYS, ("linear_value_heads",), tp=0, when="kda",
         hf=_ATTENTION + "A_log",
         hf_stacked=_GATE + "A_log"),

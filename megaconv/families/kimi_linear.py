@@ -4,7 +4,8 @@
 
 A delta net's state forgets each head by itself, Kimi delta attention's each channel of a key (f_a_proj, f_b_proj).
 transformers 5.23 saves the MLP of dense layers as block_sparse_moe too. megaconv reads both names. Megatron core has no such
-layers: these models are converted between Hugging Face's files. Source: KimiLinearConfig and modeling_kimi_linear.py of
+layers: these models are converted between Hugging Face's files, and trained; core's names are those of the trainer's
+checkpoints. Source: KimiLinearConfig and modeling_kimi_linear.py of
 transformers 5.23.
 """
 
@@ -16,6 +17,7 @@ from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.deepseek_experts import (
+    DEEPSEEK_SHARED,
     ROUTER_BIAS,
     SIGMOID_ROUTER,
     mlp_layer_types,
@@ -38,49 +40,80 @@ from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
 from megaconv.families.parts.latent_attention import LATENT_ATTENTION, LATENT_NORMS, latent_heads
 from megaconv.families.parts.layer_mixers import layer_mixers
 from megaconv.families.parts.mamba_and_mlp import rows_of
-from megaconv.families.parts.row_changes import hf_only, without_biases
+from megaconv.families.parts.row_changes import in_core, respelled, without_biases
 from megaconv.model.config import ModelConfig
-from megaconv.model.table import Copied, Row
+from megaconv.model.table import AsVector, Copied, Fused, Row, Spelling
 
-_HF = "model.layers.{l}.self_attn."
+_HF, _CORE = "model.layers.{l}.self_attn.", "decoder.layers.{l}.self_attention."
 _MOE = "block_sparse_moe."
 _KEYS_WIDE, _VALUES = "linear_key_heads*linear_key_dim", "linear_value_heads*linear_value_dim"
 KDA = (
     Row("layers.{l}.input_norm.weight", ("hidden",), when="kda",
-        hf="model.layers.{l}.input_layernorm.weight"),
-    Row("layers.{l}.kda.{q|k|v}.weight", (f"{_KEYS_WIDE} hidden", f"{_KEYS_WIDE} hidden", f"{_VALUES} hidden"), tp=0, when="kda",
-        hf=_HF + "{q|k|v}_proj.weight"),
+        hf="model.layers.{l}.input_layernorm.weight",
+        core="decoder.layers.{l}.input_layernorm.weight"),
+    Row("layers.{l}.kda.{q|k|v|write}.weight",
+        (f"{_KEYS_WIDE} hidden", f"{_KEYS_WIDE} hidden", f"{_VALUES} hidden", "linear_value_heads hidden"), tp=0, when="kda",
+        hf=_HF + "{q|k|v|b}_proj.weight",
+        core=Fused(_CORE + "linear_qkvb.weight")),
     Row("layers.{l}.kda.conv.{q|k|v}.weight", (f"{_KEYS_WIDE} 1 linear_conv", f"{_KEYS_WIDE} 1 linear_conv", f"{_VALUES} 1 linear_conv"),
         tp=0, when="kda",
-        hf=_HF + "{q|k|v}_conv1d.weight"),
+        hf=_HF + "{q|k|v}_conv1d.weight",
+        core=Fused(_CORE + "conv1d.weight")),
     Row("layers.{l}.kda.{forget|gate}_down.weight", ("linear_value_dim hidden", "linear_value_dim hidden"), when="kda",
-        hf=_HF + "{f|g}_a_proj.weight"),
+        hf=_HF + "{f|g}_a_proj.weight",
+        core=Fused(_CORE + "linear_gates_down.weight")),
     Row("layers.{l}.kda.{forget|gate}_up.weight", (f"{_KEYS_WIDE} linear_value_dim", f"{_VALUES} linear_value_dim"), tp=0, when="kda",
-        hf=_HF + "{f|g}_b_proj.weight"),
-    Row("layers.{l}.kda.write.weight", ("linear_value_heads hidden",), tp=0, when="kda",
-        hf=_HF + "b_proj.weight"),
+        hf=_HF + "{f|g}_b_proj.weight",
+        core=_CORE + "linear_{forget|gate}_up.weight"),
     Row("layers.{l}.kda.dt_bias", (_KEYS_WIDE,), tp=0, when="kda",
-        hf=_HF + "dt_bias"),
+        hf=_HF + "dt_bias",
+        core=_CORE + "dt_bias"),
     Row("layers.{l}.kda.A_log", ("1 1 linear_value_heads 1",), tp=2, when="kda",
-        hf=_HF + "A_log"),
+        hf=_HF + "A_log",
+        core=AsVector(_CORE + "A_log")),
     Row("layers.{l}.kda.out_norm.weight", ("linear_value_dim",), when="kda",
-        hf=_HF + "o_norm.weight"),
+        hf=_HF + "o_norm.weight",
+        core=_CORE + "out_norm.weight"),
     Row("layers.{l}.kda.o.weight", (f"hidden {_VALUES}",), tp=1, when="kda",
-        hf=_HF + "o_proj.weight"),
+        hf=_HF + "o_proj.weight",
+        core=_CORE + "out_proj.weight"),
 )  # fmt: skip
 """The rows of Kimi delta attention, with the norm before it."""
+CLASS_NAMES: dict[str, dict[str, Spelling]] = {
+    "layers.{l}.kda.conv.{q|k|v}.weight": {"hf_stacked": Fused(_HF + "conv1d.weight")},
+    "layers.{l}.kda.{forget|gate}_down.weight": {"hf_stacked": _HF + "{forget_gate.f|g}_a_proj.weight"},
+    "layers.{l}.kda.{forget|gate}_up.weight": {"hf_stacked": _HF + "{forget_gate.f|g}_b_proj.weight"},
+    "layers.{l}.kda.dt_bias": {"hf_stacked": _HF + "forget_gate.dt_bias"},
+}  # fmt: skip
+"""The names of transformers' classes, whose gate of the state is a module."""
+_DECAYS: dict[str, dict[str, Spelling]] = {
+    "layers.{l}.kda.A_log": {"hf_stacked": _HF + "forget_gate.A_log"}
+}
 _EXPERTS = (
     MOE_NORM,
     *expert_rows(_MOE + "gate.weight", _MOE + "experts.{e}.{w1|w3}.weight", _MOE + "experts.{e}.w2.weight"),
-    ROUTER_BIAS.renamed(hf=f"model.layers.{{l}}.{_MOE}gate.e_score_correction_bias"),
-    *shared_expert_rows(
-        _MOE + "shared_experts.{gate_proj|up_proj}.weight", _MOE + "shared_experts.down_proj.weight"
+    ROUTER_BIAS.renamed(hf=f"model.layers.{{l}}.{_MOE}gate.e_score_correction_bias", hf_stacked=ROUTER_BIAS.names["hf"]),
+    *(
+        row.renamed(hf_stacked=usual.names["hf"])
+        for row, usual in zip(
+            shared_expert_rows(
+                _MOE + "shared_experts.{gate_proj|up_proj}.weight", _MOE + "shared_experts.down_proj.weight"
+            ),
+            DEEPSEEK_SHARED, strict=True,
+        )
     ),
 )  # fmt: skip
-OWN_HEAD = replace(EMBEDDING, copies=(Copied("head", {"hf": ("lm_head.weight",)}, untied=("hf",)),))
+OWN_HEAD = replace(
+    EMBEDDING,
+    copies=(
+        Copied(
+            "head", {"hf": ("lm_head.weight",), "core": ("output_layer.weight",)}, untied=("hf",)
+        ),
+    ),
+)
 """The embedding's row. transformers' class reads the head from the file although tie_word_embeddings is true."""
-_MIXERS = (*KDA, *rows_of("attention", LATENT_ATTENTION))
-ROWS = hf_only((OWN_HEAD, *_MIXERS, *without_biases(MLP), *_EXPERTS, *HEAD))
+_MIXERS = (*respelled(KDA, CLASS_NAMES | _DECAYS), *rows_of("attention", LATENT_ATTENTION))
+ROWS = in_core((OWN_HEAD, *_MIXERS, *without_biases(MLP), *_EXPERTS, *HEAD))
 
 _DENSE = re.compile(r"(.+)\.block_sparse_moe\.((?:gate|up|down)_proj\..+)")
 

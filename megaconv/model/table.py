@@ -18,6 +18,7 @@ from megaconv.model.layout import Chunk
 from megaconv.model.naming import Naming
 from megaconv.model.patterns import evaluate, expand, of_layer
 from megaconv.model.rows import STAGES, Copied, Row, Spelling
+from megaconv.model.spellings.as_vector import AsVector
 from megaconv.model.spellings.fused import Fused
 from megaconv.model.spellings.halves import Halves
 from megaconv.model.spellings.last_rows_apart import LastRowsApart
@@ -33,6 +34,7 @@ from megaconv.model.spellings.stacked import Stacked
 from megaconv.model.spellings.transposed import StackedTransposed, Transposed
 
 __all__ = [
+    "AsVector",
     "Copied",
     "Fused",
     "FusedPairs",

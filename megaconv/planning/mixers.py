@@ -134,6 +134,22 @@ DELTA_NET = MixerCost(
 )
 
 
+def _kimi_delta_elements(config: ModelConfig, kind: LayerKind) -> float:
+    """Return what a delta net keeps, the two narrow gates, and the decay of each channel of a key."""
+    linear = config.linear
+    decays = linear.key_heads * linear.key_dim
+    return _delta_net_elements(config, kind) + 2 * linear.value_dim + 3 * decays
+
+
+KIMI_DELTA = MixerCost(
+    needs_norm=True,
+    elements=_kimi_delta_elements,
+    operations=_delta_net_operations,
+    input_width=lambda config: config.hidden + 2 * config.linear.value_dim,
+)
+"""Kimi delta attention. It keeps the decay's logarithm, which is float32, and what it is computed from."""
+
+
 def _mamba_elements(config: ModelConfig, _: LayerKind) -> float:
     mamba = config.mamba
     inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
@@ -217,7 +233,7 @@ COSTS: dict[str, MixerCost | None] = {
     "latent": LATENT,
     "sparse": SPARSE,
     "linear": DELTA_NET,
-    "kda": DELTA_NET,
+    "kda": KIMI_DELTA,
     "compressed": COMPRESSED,
     "mamba": MAMBA,
     "convolution": CONVOLUTION,

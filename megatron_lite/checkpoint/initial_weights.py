@@ -5,7 +5,8 @@
     numbers of xIELU               alpha_p, alpha_n: softplus of them is 0.8 and 0.3; beta 0.5, eps -1e-6
     norms, D, stored factors       1, or 0 where a norm multiplies with its weight + 1; biases 0
     A_log                          the logarithm of U(1, 16)
-    dt_bias                        of Mamba 2: softplus of it is log-uniform from 0.001 to 0.1; of delta nets: 1
+    dt_bias                        of Mamba 2 and Kimi delta attention: softplus of it is log-uniform from 0.001 to 0.1;
+                                   of delta nets: 1
     short convolutions             U(-1 / sqrt(width), 1 / sqrt(width)), also their biases
 
 Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, torch's Conv1d, and transformers' XIELUActivation.
@@ -35,7 +36,7 @@ Draw = Callable[[Tensor, torch.Generator], Tensor]
 """(empty float32 [rows, cols], generator) -> the tensor with random numbers."""
 
 _CONVOLUTION_BIAS = re.compile(r"\.mamba\.conv\.\w+\.bias$")
-_CONVOLUTION = re.compile(r"\.(mamba|linear)\.conv\.\w+\.weight$|\.short_conv\.conv\.weight$")
+_CONVOLUTION = re.compile(r"\.(mamba|linear|kda)\.conv\.\w+\.weight$|\.short_conv\.conv\.weight$")
 _ONTO_RESIDUAL = re.compile(r"\.(o|down|out)\.weight$")
 _TIME_STEPS = 0.001, 0.1
 _LEAST_TIME_STEP = 1e-4
@@ -69,7 +70,7 @@ def _constant(name: str, config: ModelConfig) -> float | None:
         return _XIELU[number]
     if name.endswith((".mamba.D", ".linear.dt_bias", ".linear.out_norm.weight", "scale")):
         return 1.0
-    if name.endswith(".mamba.dt_bias") or _CONVOLUTION_BIAS.search(name):
+    if name.endswith((".mamba.dt_bias", ".kda.dt_bias")) or _CONVOLUTION_BIAS.search(name):
         return None
     if name.endswith("bias"):
         return 0.0

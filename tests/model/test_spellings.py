@@ -27,6 +27,7 @@ from megaconv.model.spellings.halves import AsHalves
 from megaconv.model.spellings.rotary_pairs import AsPairs
 from megaconv.model.spellings.transposed import AS_COLUMNS
 from megaconv.model.table import (
+    AsVector,
     Fused,
     FusedPairs,
     Halves,
@@ -238,6 +239,7 @@ WAYS: Mapping[str, Way] = {
     "biases": Way(Fused("qkv", groups="kv_heads"), shapes=("heads*head_dim", *["kv_heads*head_dim"] * 2)),
     "a number": Way("scale", "scale", ("",), tp=None),
     "a convolution": Way("conv", "conv", ("heads*head_dim 1 3",)),
+    "as vectors": Way(AsVector("{q|k}"), "{q|k}", ("1 1 heads*head_dim 1", "1 heads*head_dim 1 1"), tp=2),
     "fused": Way(Fused("qkv")),
     "fused by groups": Way(Fused("qkv", groups="kv_heads"), ranks=(1, 2, 4)),
     "fused in part": Way((Fused("q_k", groups="kv_heads", members=(0, 1)), "v")),
@@ -390,6 +392,12 @@ def only(name: str) -> tuple[NativeTensor, Numbers, dict[str, Numbers]]:
 def test_fused_tensors_lie_below_each_other() -> None:
     _, made, canonical = only("fused")
     assert np.array_equal(made, np.concatenate([canonical["q"], canonical["k"], canonical["v"]]))
+
+
+def test_axes_of_size_1_are_left_out() -> None:
+    native, made, canonical = only("as vectors")
+    assert native.shape == (16,)
+    assert np.array_equal(made, canonical["q"].reshape(16))
 
 
 def test_groups_have_an_equal_share_of_each_tensor() -> None:

@@ -103,6 +103,9 @@ def tensor_fields(config: ModelConfig) -> dict[str, Any]:
         given |= {"mamba.heads": config.mamba.heads, "mamba.head_dim": config.mamba.head_dim}
     if config.has("convolution_layers"):
         given["convolution.width"] = config.convolution.width
+    if config.has("kda_layers"):
+        sizes = ("key_heads", "value_heads", "key_dim", "value_dim", "conv")
+        given |= {f"linear.{name}": getattr(config.linear, name) for name in sizes}
     return given | ({"head.activation": "gelu"} if config.head.activation else {})
 
 

@@ -31,6 +31,8 @@ class SizeTensors:
     """The bias of a T5's head."""
     linear: str = "self_attention.in_proj"
     """The input projection of a gated delta net."""
+    kimi_delta: str = "self_attention.linear_qkvb"
+    """The input projection of Kimi delta attention. Only the trainer writes it."""
     mamba: str = "mixer."
     """The prefix of a Mamba 2's tensors."""
     convolution: str = "short_conv."

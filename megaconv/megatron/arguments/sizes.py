@@ -11,6 +11,7 @@ from typing import Any
 
 from formats.wording import counted
 from megaconv.errors import TensorMismatch, UnknownFamily
+from megaconv.megatron.arguments.mixer_sizes import is_hybrid, mixers_of, sizes_of_mixers
 from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.states.ranks import Ranks, Weights
@@ -140,8 +141,8 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         )
     _require_matrices(ranks, names)
     hidden = first[names.embedding].shape[-1]
-    hybrid = _is_hybrid(layers, last, args, names)
-    mixers = _mixers(layers, names, hybrid=hybrid)
+    hybrid = is_hybrid(layers, last, args, names)
+    mixers = mixers_of(layers, names, hybrid=hybrid)
     attention = next((layer for index, layer in layers.items() if mixers[index] == "attention"), {})
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
@@ -154,8 +155,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         **_find_norms(attention, hidden, layout.tp, args, names),
         "mtp_layers": _layer_count(last, "mtp.layers."),
     }
-    found |= _find_mlp(layers, layout, args, names) | _find_mamba(layers, layout, names)
-    found |= _find_convolution(layers, names)
+    found |= _find_mlp(layers, layout, args, names) | sizes_of_mixers(layers, layout, names)
     if found.get("norm.place") == "after" and "linear" in mixers:
         found["norm.place"] = "by_mixer"
     if any(_is_norm_bias(name) for name in layers[0]):
@@ -225,60 +225,6 @@ def _find_towers(last: Weights, names: SizeTensors) -> dict[str, Any]:
         "retriever.pooler": names.pooler in last,
         "tie_embeddings": False,
     }
-
-
-def _mixers(layers: Mapping[int, Weights], names: SizeTensors, *, hybrid: bool) -> tuple[str, ...]:
-    """The mixer of each layer.
-
-    In a hybrid, a layer without attention is a lone MLP; other models have none.
-    """
-
-    def mixer(layer: Weights) -> str:
-        if names.linear + ".weight" in layer:
-            return "linear"
-        if any(name.startswith(names.mamba) for name in layer):
-            return "mamba"
-        if any(name.startswith(names.convolution) for name in layer):
-            return "convolution"
-        if any(name.startswith("self_attention.") for name in layer):
-            return "attention"
-        return "none" if hybrid else "attention"
-
-    return tuple(mixer(layers[index]) for index in sorted(layers))
-
-
-def _is_hybrid(
-    layers: Mapping[int, Weights], last: Weights, args: Namespace, names: SizeTensors
-) -> bool:
-    """True for a model of Megatron core's hybrid stack: it has Mamba layers, that stack's own name for the final norm,
-    or a pattern in its arguments."""
-    if any(name.startswith(names.mamba) for layer in layers.values() for name in layer):
-        return True
-    if "decoder.final_norm.weight" in last:
-        return True
-    patterns = ("hybrid_override_pattern", "hybrid_layer_pattern")
-    return any(getattr(args, name, None) for name in patterns)
-
-
-def _find_mamba(
-    layers: Mapping[int, Weights], layout: Layout, names: SizeTensors
-) -> dict[str, Any]:
-    """The fields of Mamba layers that shapes show. Shapes don't show how many groups share the rows of B and C."""
-    dt_bias, norm = names.mamba + "dt_bias", names.mamba + "norm.weight"
-    for layer in layers.values():
-        if dt_bias in layer and norm in layer:
-            heads, width = layer[dt_bias].shape[0], layer[norm].shape[0]
-            return {"mamba.heads": layout.tp * heads, "mamba.head_dim": width // max(1, heads)}
-    return {}
-
-
-def _find_convolution(layers: Mapping[int, Weights], names: SizeTensors) -> dict[str, Any]:
-    """The width of short convolutions; empty for models without them."""
-    weight = names.convolution + "conv1d.weight"
-    for layer in layers.values():
-        if weight in layer:
-            return {"convolution.width": layer[weight].shape[-1]}
-    return {}
 
 
 def _mlps(layers: Mapping[int, Weights], names: SizeTensors, *, hybrid: bool) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated
 from megatron_lite.models.state_space.kernels import delta_kernel
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import Made, NormColumnLinear, RowLinear
 
 EPSILON_OF_LENGTHS = 1e-6
 """Is added to the squared lengths of q and k."""
@@ -39,17 +39,23 @@ class HeadNorm(nn.Module):
 
     kinds: ClassVar = {"weight": Kind.OF_HEADS}
 
-    def __init__(self, width: int, epsilon: float, *, zero_centered: bool) -> None:
-        """zero_centered: whether the norm multiplies with its weight + 1, as Transformer Engine's does."""
+    def __init__(
+        self, width: int, epsilon: float, *, zero_centered: bool, gate: Made = F.silu
+    ) -> None:
+        """zero_centered: whether the norm multiplies with its weight + 1, as Transformer Engine's does.
+
+        gate: the function of the gate.
+        """
         super().__init__()
         self.epsilon, self.zero_centered = epsilon, zero_centered
+        self.gate = gate
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate [tokens, batch, heads, width] -> the same shape, in y's dtype."""
         weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
         normed = F.rms_norm(y.float(), y.shape[-1:], weight, self.epsilon)
-        return (normed * F.silu(gate.float())).to(y.dtype)
+        return (normed * self.gate(gate.float())).to(y.dtype)
 
 
 class GatedDeltaNet(nn.Module):
@@ -140,15 +146,16 @@ class GatedDeltaNet(nn.Module):
         values = heads * self.value_dim
         keys = (inner.shape[-1] - values) // 2
         q, k, v = torch.split(inner, [keys, keys, values], -1)
-        queries = _of_length_one(_by_head(q, self.key_dim)) * self.key_dim**-0.5
-        return queries, _of_length_one(_by_head(k, self.key_dim)), _by_head(v, self.value_dim)
+        queries = of_length_one(in_heads(q, self.key_dim)) * self.key_dim**-0.5
+        return queries, of_length_one(in_heads(k, self.key_dim)), in_heads(v, self.value_dim)
 
 
-def _by_head(x: Tensor, width: int) -> Tensor:
+def in_heads(x: Tensor, width: int) -> Tensor:
+    """[tokens, batch, channels] -> [tokens, batch, heads, width]."""
     return x.view(*x.shape[:2], -1, width)
 
 
-def _of_length_one(x: Tensor) -> Tensor:
+def of_length_one(x: Tensor) -> Tensor:
     """Divide each head by its length, in float32."""
     wide = x.float()
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON_OF_LENGTHS)

@@ -8,6 +8,7 @@ from megaconv.planning.mixers import mixer_word
 from megatron_lite.models.mixers.attention import ATTENTION
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.delta_net import DELTA_NET
+from megatron_lite.models.mixers.kimi_delta import KIMI_DELTA
 from megatron_lite.models.mixers.latent import LATENT
 from megatron_lite.models.mixers.mamba import MAMBA
 from megatron_lite.models.mixers.short_conv import SHORT_CONVOLUTION
@@ -18,7 +19,7 @@ MIXERS: dict[str, Mixer | None] = {
     "latent": LATENT,
     "sparse": SPARSE,
     "linear": DELTA_NET,
-    "kda": replace(DELTA_NET, module=None),
+    "kda": KIMI_DELTA,
     "compressed": replace(ATTENTION, module=None),
     "mamba": MAMBA,
     "side_by_side": replace(MAMBA, module=None),

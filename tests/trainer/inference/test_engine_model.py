@@ -144,6 +144,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "apertus": ("apertus", {}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            "num_key_value_heads": 8,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "moe_intermediate_size": 24,
+            "num_shared_experts": 1,
+            "num_expert_group": 2,
+            "topk_group": 1,
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+            "model_max_length": 96,
+        },
+    ),
     "gemma2": (
         "gemma2",
         {
@@ -394,7 +415,7 @@ LAYOUTS = {
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
     *("nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
-    *("mimo_v2_flash", "laguna"),
+    *("mimo_v2_flash", "laguna", "kimi_linear"),
 )
 FITTING = [
     (name, layout)

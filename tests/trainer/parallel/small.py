@@ -103,6 +103,10 @@ _OLMO_2 = {
     "attention.qk_norm_width": "all",
     "norm.place": "after",
 }
+_KIMI = {
+    **_LATENT, "layers.mixer": ("kda", "kda", "attention", "kda"), "positions.kind": "none", "linear.key_heads": 4, "linear.value_heads": 4,
+    "linear.key_dim": 4, "linear.value_dim": 4, "linear.conv": 3,
+}  # fmt: skip
 _APERTUS = {"attention.qk_norm": True, "mlp.activation": "xielu", "mlp.gated": False}
 _GPT2 = {
     "positions.kind": "learned",
@@ -139,6 +143,7 @@ MODELS = {
             "mtp_layers": 1,
         },
     ),
+    "kimi": from_fields("kimi_linear", {**SIZES, **_EXPERTS, **_KIMI}),
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **SIZES}),
     "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **SIZES}),
     "gpt2": from_fields(

@@ -267,6 +267,7 @@ COVERING = [
     Case("gpt2", cp=4, options=TWO_LEVELS),
     Case("gemma3", cp=2, options=how("p2p")),
     Case("gemma4", cp=2, options=how("a2a")),
+    Case("kimi", cp=2, options=how("p2p")),
     Case("mimo_v2_flash", cp=2, options=how("a2a")),
     Case("mimo_v2_flash", cp=2, options=how("p2p")),
     Case("laguna", cp=2, options=how("all_gather")),

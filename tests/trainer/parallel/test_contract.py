@@ -227,6 +227,7 @@ FEATURES = {
     "lfm2": changed(
         replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
     ),
+    "kimi_linear": MODELS["kimi"],
     "olmo_hybrid": changed(
         replace(MODELS["delta nets"], family="olmo_hybrid"),
         {**own_fields("olmo_hybrid"), "attention.output_gate": False, "norm.zero_centered": False},

@@ -29,12 +29,13 @@ from tests.trainer.parallel.small import (
 from tests.trainer.parallel.small import step as one_step
 from tests.trainer.parallel.worlds import World
 
-WITH_STATES = ("mamba", "hybrid", "delta nets", "delta nets, experts")
+WITH_STATES = ("mamba", "hybrid", "delta nets", "delta nets, experts", "kimi")
 DROPOUT = (("hidden_dropout", 0.1),)
 LAYOUTS = [
     Case("mamba", tp=2, sequence_parallel=True, recompute=FULL),
     Case("delta nets", tp=2, cp=2),
     Case("delta nets, experts", pp=2, recompute=SELECTIVE),
+    Case("kimi", tp=2, ep=2, sequence_parallel=True, recompute=SELECTIVE),
 ]
 FURTHER = [
     Case("hybrid", pp=2, vpp=2, recompute=BLOCK),
@@ -42,6 +43,8 @@ FURTHER = [
     Case("hybrid", tp=2, ep=2, sequence_parallel=True, recompute=FULL),
     Case("delta nets", pp=2, recompute=FULL),
     Case("delta nets, experts", tp=2, ep=2, sequence_parallel=True, recompute=FULL),
+    Case("kimi", tp=2, cp=2, sequence_parallel=True, recompute=FULL),
+    Case("kimi", pp=2, vpp=2, recompute=FULL),
     Case("delta nets, experts", dp=2, ep=2, distributed=True),
 ]
 """The last model has a layer that predicts a further token."""
@@ -76,6 +79,11 @@ def of_multiples(name: str) -> ModelConfig:
     if MODELS[name].has("mamba_layers"):
         # 2 x 64 for z and x, 2 x 32 for B and C, and 16 time steps
         wider |= {"mamba.heads": 16, "mamba.head_dim": 4, "mamba.groups": 2, "mamba.state": 16}
+    elif MODELS[name].has("kda_layers"):
+        sizes = ("key_dim", "value_dim", "value_heads", "key_heads")
+        wider |= {f"linear.{size}": 16 for size in sizes}
+        wider |= {f"latent.{size}": 16 for size in ("kv_rank", "q_rank", "rope_dim", "v_dim")}
+        wider |= {"attention.head_dim": 32}
     else:
         wider |= {
             "linear.key_dim": 8,
@@ -107,7 +115,7 @@ def test_projections_of_mixers_are_multiplied_in_fp8(
         for module, matrix in engine.chunks[0].named_modules()
         if getattr(matrix, "product", PLAIN) is not PLAIN
     }
-    assert {"in_proj", "out_proj"} <= in_fp8
+    assert {"linear_qkvb" if name == "kimi" else "in_proj", "out_proj"} <= in_fp8
     assert "conv1d" not in in_fp8
 
 

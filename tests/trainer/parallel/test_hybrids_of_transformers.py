@@ -29,6 +29,8 @@ HYBRIDS = {
     "lfm2": OF_CONVOLUTIONS,
     "olmo_hybrid": OF_DELTA_NETS,
     "lfm2_moe": OF_CONVOLUTIONS,
+    "kimi_linear": OF_DELTA_NETS,
+    "kimi_linear, queries from a latent vector": OF_DELTA_NETS,
     "qwen3_5": OF_DELTA_NETS,
     "qwen3_next": OF_DELTA_NETS,
     "qwen3_5_moe": OF_DELTA_NETS,
@@ -60,6 +62,8 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
         ("bamba", Layout(2, stage_layers=(BAMBA,)), False),
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
         pytest.param("lfm2", UNEVEN, True, marks=pytest.mark.slow),
+        ("kimi_linear", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        pytest.param("kimi_linear", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param(
             "lfm2_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow

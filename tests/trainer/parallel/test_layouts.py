@@ -44,6 +44,8 @@ COVERING = [
     Case("laguna", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
+    Case("kimi", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("kimi", dp=2, ep=2, distributed=True, zero=3),
     Case("apertus", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("apertus", tp=2, dp=2, distributed=True, zero=3, recompute=FULL),
 ]

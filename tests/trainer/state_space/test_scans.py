@@ -9,6 +9,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
+from megatron_lite.models.state_space.kimi_delta import (
+    decayed_products,
+    kimi_delta_rule,
+    kimi_delta_step,
+)
 from megatron_lite.models.state_space.mamba2 import ssd, ssd_step
 from megatron_lite.models.state_space.short_convolution import short_convolution
 
@@ -91,6 +96,13 @@ def of_delta(shape: Shape, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     ]
 
 
+def of_kimi(shape: Shape, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """The same, with as many key heads as heads, and a decay for each channel of a key."""
+    q, k, v, _, beta, state = of_delta(shape._replace(groups=shape.heads), dtype)
+    slow = draws(dtype)(shape.batch, shape.tokens, shape.heads, shape.state)
+    return [q, k, v, -F.softplus(slow), beta, state]
+
+
 def ssd_by_token(*inputs: Tensor, documents: Tensor | None, state: Tensor) -> Found:
     x, dt, a, b, c, d = inputs
 
@@ -105,6 +117,18 @@ def delta_by_token(*inputs: Tensor, documents: Tensor | None, state: Tensor) -> 
         return gated_delta_step(*(each[:, token] for each in inputs), state)
 
     return by_token(step, inputs[0].shape[1], documents, state)
+
+
+def kimi_by_token(*inputs: Tensor, documents: Tensor | None, state: Tensor) -> Found:
+    def step(token: int, state: Tensor) -> Found:
+        return kimi_delta_step(*(each[:, token] for each in inputs), state)
+
+    return by_token(step, inputs[0].shape[1], documents, state)
+
+
+def kimi_in_chunks(*inputs: Tensor, chunk: int, **others: Any) -> Found:
+    """The rule with the next power of 2 in place of another chunk."""
+    return kimi_delta_rule(*inputs, chunk=1 << (chunk - 1).bit_length(), **others)
 
 
 def by_token(
@@ -124,6 +148,7 @@ def by_token(
 SCANS: dict[str, tuple[Any, Any, Any]] = {
     "ssd": (ssd, ssd_by_token, of_mamba),
     "gated delta rule": (gated_delta_rule, delta_by_token, of_delta),
+    "kimi delta rule": (kimi_in_chunks, kimi_by_token, of_kimi),
 }
 
 
@@ -200,6 +225,30 @@ def test_long_decays_give_no_nan(name: str) -> None:
     inputs[slow] = inputs[slow] * 50
     found = results(chunked, inputs, None, chunk=64)
     assert all(bool(each.isfinite().all()) for each in found)
+
+
+def test_a_decay_that_all_channels_share_gives_the_gated_delta_rule() -> None:
+    q, k, v, g, beta, state = of_delta(Shape(2, 45, 4, 4, 3, 5, 8))
+    of_channels = g.unsqueeze(-1).expand(*g.shape, 5)
+    found = kimi_delta_rule(q, k, v, of_channels, beta, chunk=16, state=state)
+    expected = gated_delta_rule(q, k, v, g, beta, chunk=16, state=state)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("speed", [1e-3, 1.0, 30.0, 3000.0])
+def test_products_with_decays_of_any_speed_are_exact(speed: float) -> None:
+    """The factor of the older token is up to exp(3000 x 64) if it stands alone."""
+    draw = draws(torch.float64)
+    left, right = draw(2, 64, 6), draw(2, 64, 6)
+    # Some channels forget at once, others keep all.
+    slow = F.softplus(draw(2, 64, 6)) * torch.tensor([0, 1e-6, 0.1, 1.0, 1.0, speed])
+    decay = -(speed * slow).cumsum(1)
+    between = (decay.unsqueeze(2) - decay.unsqueeze(1)).clamp(max=0).exp()
+    expected = torch.einsum("btd,bsd,btsd->bts", left, right, between).tril()
+    torch.testing.assert_close(decayed_products(left, right, decay), expected)
+    in_float32 = decayed_products(left.float(), right.float(), decay.float())
+    assert (in_float32 - expected).abs().max() < 1e-5 * max(1.0, speed) * expected.abs().max()
 
 
 @pytest.mark.parametrize("documents", [None, ((4, 1, 1, 14), (20,))])

@@ -1,0 +1,128 @@
+"""Kimi delta attention (arXiv 2510.26692), one of the mixers of a layer. Its input is already normed.
+
+    q, k, v, b = linear_qkvb(u)              q, k, v = silu(conv1d(q, k, v))      q, k are divided by their lengths
+    f, z       = linear_gates_down(u)        both as narrow as one head
+    g = -exp(A_log) softplus(linear_forget_up(f) + dt_bias)                       for each channel of a key
+    y = kimi_delta_rule(q, k, v, g, sigmoid(b))
+    out_proj(norm(y) * sigmoid(linear_gate_up(z)))                                the norm is over the channels of each head
+
+The matrix that projects down is replicated on every tensor rank. All others are sharded by heads.
+Source: modeling_kimi_linear.py of transformers 5.23.
+"""
+
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.convolution import Convolution
+from megatron_lite.models.mixers.gated_delta_net import HeadNorm, in_heads, of_length_one
+from megatron_lite.models.mixers.heads_over_context import (
+    Heads,
+    own_heads,
+    own_heads_of_all_tokens,
+)
+from megatron_lite.models.mixers.latent_attention import WholeLinear
+from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
+from megatron_lite.models.passes import Packed, Pass
+from megatron_lite.models.recompute import recomputed
+from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_delta_step
+from megatron_lite.parallel.context import tokens_for_heads
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
+
+
+class KimiDeltaAttention(nn.Module):
+    """Kimi delta attention. Its input is already normed."""
+
+    kinds: ClassVar = {"A_log": Kind.SHARDED, "dt_bias": Kind.SHARDED}
+    in_float32: ClassVar = DELTA_NET_IN_FLOAT32
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        super().__init__()
+        hidden, linear, ranks = plan.config.hidden, plan.config.linear, plan.ranks
+        heads = plan.sizes["linear_value_heads"]
+        self.layer, self.heads = layer, heads
+        self.key_dim, self.value_dim = linear.key_dim, linear.value_dim
+        keys, values = heads * linear.key_dim, heads * linear.value_dim
+        self.widths = [2 * keys + values, heads]
+        self.linear_qkvb = ColumnLinear(hidden, sum(self.widths), ranks)
+        self.linear_gates_down = WholeLinear(hidden, 2 * linear.value_dim)
+        self.linear_forget_up = ColumnLinear(linear.value_dim, keys, ranks)
+        self.linear_gate_up = ColumnLinear(linear.value_dim, values, ranks)
+        self.conv1d = Convolution(2 * keys + values, linear.conv, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(keys))
+        self.A_log = nn.Parameter(torch.empty(heads))
+        self.out_norm = HeadNorm(
+            linear.value_dim, plan.norm.epsilon, zero_centered=False, gate=torch.sigmoid
+        )
+        self.out_proj = RowLinear(values, hidden, ranks, bias=False)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        # [tokens, batch, channels of q, k and v], [.., heads]
+        inner, write = self.linear_qkvb(x).split(self.widths, -1)
+        narrow_forget, narrow_gate = self.linear_gates_down(x).chunk(2, -1)
+        forget: Tensor = self.linear_forget_up(narrow_forget)
+        gate: Tensor = self.linear_gate_up(narrow_gate)
+        inner, decay, beta, before = self._convolved(inner, forget, write, run)
+        state = None if run.cache is None else run.cache.states(self.layer)[1]
+        y, state = self._scan(inner, decay, beta, run.packed, state)
+        if run.cache is not None:
+            run.cache.keep(self.layer, before, state)
+        y = y if run.context is None else tokens_for_heads(y, run.context)
+        normed = self.out_norm(y, in_heads(gate, self.value_dim))
+        projected: Tensor = self.out_proj(normed.flatten(2))
+        return projected
+
+    def _convolved(
+        self, inner: Tensor, forget: Tensor, write: Tensor, run: Pass
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (q, k and v after the convolution, the decay's logarithm, beta, the last inputs of the convolution).
+
+        The decay is [tokens, batch, heads, key], beta [tokens, batch, heads]. With context parallelism, all results are of
+        some heads and all tokens.
+        """
+        weight: Tensor = self.conv1d.weight
+        dt_bias: Tensor = self.dt_bias
+        a_log: Tensor = self.A_log
+        if run.context is not None:
+            keys, values = Heads(self.heads, self.key_dim), Heads(self.heads, self.value_dim)
+            qkv, each_head = (keys, keys, values), (Heads(self.heads),)
+            inner = own_heads_of_all_tokens(inner, qkv, run.context)
+            forget = own_heads_of_all_tokens(forget, (keys,), run.context)
+            write = own_heads_of_all_tokens(write, each_head, run.context)
+            weight = own_heads(weight, qkv, run.context)
+            dt_bias = own_heads(dt_bias, (keys,), run.context)
+            a_log = own_heads(a_log, each_head, run.context)
+        documents = None if run.packed is None else run.packed.numbers
+        before = None if run.cache is None else run.cache.states(self.layer)[0]
+        inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
+        time_steps = F.softplus(forget.float() + dt_bias.float())
+        decay = -a_log.float().exp().unsqueeze(-1) * in_heads(time_steps, self.key_dim)
+        return inner, decay, write.float().sigmoid(), before
+
+    def _scan(
+        self,
+        inner: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        packed: Packed | None,
+        state: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (y [tokens, batch, heads, width], the last state). inner: q, k and v [tokens, batch, channels]."""
+        width = decay.shape[-2] * self.key_dim
+        q, k, v = torch.split(inner, [width, width, inner.shape[-1] - 2 * width], -1)
+        queries = of_length_one(in_heads(q, self.key_dim)) * self.key_dim**-0.5
+        keys, values = of_length_one(in_heads(k, self.key_dim)), in_heads(v, self.value_dim)
+        if state is not None and len(inner) == 1:
+            y, state = kimi_delta_step(queries[0], keys[0], values[0], decay[0], beta[0], state)
+            return y.unsqueeze(0), state
+        documents = None if packed is None else packed.numbers
+        rule = partial(kimi_delta_rule, documents=documents, state=state)
+        by_row = (each.transpose(0, 1) for each in (queries, keys, values, decay, beta))
+        y, state = recomputed(rule, *by_row)
+        return y.transpose(0, 1), state
