@@ -229,6 +229,7 @@ OTHER_MIXERS = (
     "mimo_v2_flash",
     "nemotron_nas",
     "olmo_hybrid",
+    "step3p5",
 )
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 OTHER_MLPS = ("apertus", "apertus1p5_text")
@@ -243,7 +244,6 @@ BETWEEN_FILES = (
         "gemma3n_text",
         "minimax_m3_vl_text",
     ),
-    "step3p5",
     *(
         "axk2",
         "lfm3",

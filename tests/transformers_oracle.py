@@ -683,7 +683,19 @@ LAGUNA: dict[str, Any] = {
     **EXPERTS, **TWO_SHARES, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,
     "num_attention_heads_per_layer": [8, 4, 12, 4], "moe_routed_scaling_factor": 1.7, **every_other_window(),
 }  # fmt: skip
+STEP: dict[str, Any] = {
+    "head_dim": 16, "sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "num_sliding_attention_heads": 16, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "share_expert_dim": 40, "moe_router_scaling_factor": 1.5,
+    "swiglu_limits": [0.0, 0.2, 0.0, 0.0], "swiglu_limits_shared": [0.0, 0.3, 0.0, 0.4],
+    **two_ropes(rope_of(5000.0, **LLAMA3, partial_rotary_factor=0.5), rope_of(700.0, partial_rotary_factor=1.0)),
+}  # fmt: skip
 OWN_SIZES = {
+    "step3p5": Variant(
+        "step3p5", STEP,
+        {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_router_scaling_factor": 1.0},
+         "other scores": {"query_pre_attn_scalar": 4}},
+    ),
     "laguna": Variant(
         "laguna", LAGUNA,
         {"one less": {"sliding_window": WINDOW - 1}, "scale": {"moe_routed_scaling_factor": 1.0},
@@ -1206,7 +1218,7 @@ def read_saved_config(directory: Path, **settings: Any) -> Any:
 
 def model_class(config: "PretrainedConfig") -> Any:
     """The class of a model. transformers 5.23 has one for Mistral 4 that its AutoModelForCausalLM doesn't list, and none
-    for the language model of Molmo 2 and for DeciLM."""
+    for the language models of Molmo 2 and Step 3.7, and for DeciLM."""
     from transformers import AutoModelForCausalLM
     from transformers.models.mistral4 import Mistral4ForCausalLM
 
@@ -1214,6 +1226,10 @@ def model_class(config: "PretrainedConfig") -> Any:
         from tests.molmo2_language import Molmo2Language
 
         return Molmo2Language
+    if config.model_type == "step3p5":
+        from tests.step_language import StepLanguage
+
+        return StepLanguage
     if config.model_type == "nemotron-nas":
         from tests.deci_language import DeciLMForCausalLM
 

@@ -6,9 +6,9 @@ layer's experts in three tensors, and transformers in two:
     hf           model.layers.{l}.moe.{gate, router_bias, gate_proj, up_proj, down_proj}, share_expert
     hf_stacked   model.layers.{l}.mlp.{gate, gate.e_score_correction_bias, experts.{gate_up_proj, down_proj}, shared_experts}
 
-Megatron core has no such layers. These models are converted between Hugging Face's files only. Layers for multi-token
-prediction are left out. transformers has a class for Step 3.7 alone; older keys are those of the repository
-stepfun-ai/Step-3.5-Flash.
+Megatron core has no such layers. These models are converted between Hugging Face's files, and trained; core's names are
+those of the trainer's checkpoints. Layers for multi-token prediction are left out. transformers has a class for Step 3.7
+alone; older keys are those of the repository stepfun-ai/Step-3.5-Flash.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
+from megaconv.families.parts.attention_gates import with_gates
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, heads, model_keys
 from megaconv.families.parts.deepseek_experts import MIXTURE_ROWS, ROUTER_BIAS, SIGMOID_ROUTER
 from megaconv.families.parts.keys import (
@@ -31,15 +32,14 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.families.parts.mtp import layers_after_the_last
 from megaconv.families.parts.rope import read_rope
-from megaconv.families.parts.row_changes import hf_only, respelled, without_biases
+from megaconv.families.parts.row_changes import in_core, respelled, without_biases
 from megaconv.families.parts.windows import layer_types, windowed_layers, windows_on
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each, per_layer
-from megaconv.model.table import Row, Stacked
+from megaconv.model.table import Stacked
 
 _HF = "model.layers.{l}."
 _MOE, _MLP, _SHARED = _HF + "moe.", _HF + "mlp.", _HF + "share_expert."
-_GATE = Row("layers.{l}.attn.head_gate.weight", ("heads hidden",), tp=0, when="head_gate", hf=_HF + "self_attn.g_proj.weight")  # fmt: skip
 _NAMES: dict[str, dict[str, Any]] = {
     "layers.{l}.mlp.router.weight": {"hf": _MOE + "gate.weight"},
     "layers.{l}.mlp.experts.{e}.{gate|up}.weight": {
@@ -58,8 +58,9 @@ _NAMES: dict[str, dict[str, Any]] = {
 _BIAS = ROUTER_BIAS.renamed(
     hf=_MOE + "router_bias", hf_stacked=_MLP + "gate.e_score_correction_bias"
 )
-_USUAL = tuple(row for row in MIXTURE_ROWS if row is not ROUTER_BIAS)
-ROWS = hf_only((*respelled(without_biases(_USUAL), _NAMES), _BIAS, _GATE))
+_USUAL = without_biases(tuple(row for row in MIXTURE_ROWS if row is not ROUTER_BIAS))
+_GATED = with_gates(_USUAL, "g_proj", "head_gate")
+ROWS = in_core((*respelled(_GATED, _NAMES), _BIAS))
 
 _TYPES, _WINDOW, _HEADS, _OTHER, _EACH = (
     "layer_types", "sliding_window", "num_sliding_attention_heads", "attention_other_setting", "per_layer_config",

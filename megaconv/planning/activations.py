@@ -162,16 +162,23 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
                 * (config.attention.heads + config.attention.kv_heads)
                 / tp
             )
+    # Limits keep the activated gates before and after them, and the other projection after them. In routed experts, they
+    # also keep the product before the weights of the rows.
+    limited = 0 if kind.limit is None else 4
+    shared_limited = 0 if kind.shared_limit is None else 3
     if kind.mlp == "dense":
         # Functions other than SwiGLU also keep the activated gates.
-        activated = 0 if gates == 1 or config.mlp.is_plain_swiglu else 1
+        is_simple = gates == 1 or config.mlp.is_plain_swiglu
+        activated = shared_limited or (0 if is_simple else 1)
         made = 0 if selective else 1
         found += run.width + normed + config.mlp.ffn * (gates + activated + made) / tp
     elif kind.mlp == "experts":
         experts = config.experts
         rows = config.hidden * (1 + run.layout.etp)
-        routed = run.routed_rows / run.tokens * (rows + experts.ffn * (gates + 1))
-        shared = experts.shared_ffn * (gates + 1) / tp + (run.width if experts.shared_gate else 0)
+        routed = run.routed_rows / run.tokens * (rows + experts.ffn * (gates + 1 + limited))
+        shared = experts.shared_ffn * (gates + 1 + shared_limited) / tp + (
+            run.width if experts.shared_gate else 0
+        )
         found += 2 * run.width + routed + shared
     if config.has("layer_inputs"):
         # The hidden states, the gate before and after its activation, the product, and what the norm reads.

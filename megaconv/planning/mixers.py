@@ -52,8 +52,9 @@ def _of_scores(config: ModelConfig, tokens: int) -> float:
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     """Return the fused product, the inputs of attention (keys again if they rotate, scaled values) and its output.
 
-    A gate is kept as its projection and as the factor that it gives, and the output is kept before and after it.
-    Shared keys and values are those of another layer.
+    A norm of queries keeps them a second time, because they are not contiguous in the fused product. A gate is kept as
+    its projection and as the factor that it gives, and the output is kept before and after it. Shared keys and values are
+    those of another layer.
     """
     attention = in_layer(config, kind).attention
     q, k = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
@@ -62,7 +63,8 @@ def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
         return 3 * q
     rotated = k if kind.rotates and config.positions.kind == "rope" else 0
     scaled = v if attention.value_scale is not None else 0
-    plain = (q + k + v) + q + rotated + scaled + output
+    normed = q if attention.qk_norm else 0
+    plain = (q + k + v) + q + normed + rotated + scaled + output
     gate = output if attention.output_gate else attention.heads if attention.head_gate else 0
     return plain + (2 * gate + output if gate else 0)
 

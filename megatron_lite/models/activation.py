@@ -20,24 +20,29 @@ ACTIVATIONS: dict[str, Made] = {
 """By the names of megaconv.model.subjects.MLP."""
 
 
-def activate(x: Tensor, shape: Shape, weights: Tensor | None = None) -> Tensor:
+def activate(
+    x: Tensor, shape: Shape, weights: Tensor | None = None, limit: float | None = None
+) -> Tensor:
     """[..., gate then up] or [..., ffn] -> [..., ffn].
 
     weights [..., 1], in x's dtype: a factor for each row; None: no factors.
+    limit: upper limit of the activated gate, and limit of `up` in both directions; None: no limits.
     """
     differentiates = x.requires_grad and not torch.compiler.is_compiling()
-    if shape.is_plain_swiglu and differentiates:
+    if shape.is_plain_swiglu and limit is None and differentiates:
         activated: Tensor = _SwiGLU.apply(x, weights)  # type: ignore[no-untyped-call]
         return activated
-    made = _gated(x, shape) if shape.gated else ACTIVATIONS[shape.activation](x)
+    made = _gated(x, shape, limit) if shape.gated else ACTIVATIONS[shape.activation](x)
     return made if weights is None else made * weights
 
 
-def _gated(x: Tensor, shape: Shape) -> Tensor:
+def _gated(x: Tensor, shape: Shape, limit: float | None) -> Tensor:
     gate, up = x.chunk(2, -1)
     if shape.clamp is not None:
         gate, up = gate.clamp(max=shape.clamp), up.clamp(-shape.clamp, shape.clamp)
     activated = ACTIVATIONS[shape.activation](gate)
+    if limit is not None:
+        activated, up = activated.clamp(max=limit), up.clamp(-limit, limit)
     return activated * (up + shape.offset if shape.offset else up)
 
 

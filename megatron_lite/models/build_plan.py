@@ -41,13 +41,17 @@ class Plan:
     vocab_rows: int
     """Rows of the whole vocabulary, padding included."""
     expert_ranks: ExpertRanks = NO_OTHERS
+    limit: float | None = None
+    """The limit of activations in routed experts, in the plan of a layer; None: no limit."""
+    shared_limit: float | None = None
+    """The same in the MLP and in the shared expert."""
 
     def kind(self, layer: int) -> LayerKind:
         """Return the kind of a layer; see layer_kind."""
         return layer_kind(self.config, layer)
 
     def of_layer(self, layer: int) -> "Plan":
-        """Return the plan of one layer: with its own sizes, and with one place of norms if that depends on the mixer."""
+        """Return the plan of one layer: with its own sizes and limits, and with one place of norms if that depends on the mixer."""
         kind = self.kind(layer)
         config = in_layer(self.config, kind)
         sizes = layer_shares(self.config, layer, self.sizes, self.ranks.size)
@@ -55,7 +59,9 @@ class Plan:
         if norm.place == "by_mixer":
             place = "before" if kind.mixer == "linear" else "after"
             config = replace(config, norm=replace(norm, place=place))
-        return replace(self, config=config, sizes=sizes)
+        return replace(
+            self, config=config, sizes=sizes, limit=kind.limit, shared_limit=kind.shared_limit
+        )
 
     @property
     def norm(self) -> NormOptions:

@@ -19,7 +19,7 @@ class MLP(nn.Module):
         """has_norm: False if the input is normed already."""
         super().__init__()
         config, ffn = plan.config, plan.sizes["ffn"]
-        self.keep, self.shape = plan.keep, config.mlp
+        self.keep, self.shape, self.limit = plan.keep, config.mlp, plan.shared_limit
         rows = ffn * (2 if config.mlp.gated else 1)
         bias = config.mlp.bias
         self.linear_fc1 = (
@@ -38,5 +38,5 @@ class MLP(nn.Module):
 
     def _activate(self, x: Tensor) -> Tensor:
         trained = self.activation_func
-        activated = activate(x, self.shape) if trained is None else trained(x)
+        activated = activate(x, self.shape, limit=self.limit) if trained is None else trained(x)
         return activated if self.inner_norm is None else self.inner_norm(activated)

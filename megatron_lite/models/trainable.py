@@ -30,7 +30,7 @@ TRAINED = (
     "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "olmo_hybrid",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
-    "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
+    "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5",
     "vaultgemma", "xglm", "youtu",
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
@@ -58,7 +58,6 @@ CONVERTED_ONLY = {
     "lfm3": "short convolutions beside layers with a window, norms after them, and gates of whole heads",
     "minimax_m3_vl_text": "indexers that select blocks of keys",
     "qwen4_exp_text": "several residual streams, indexers that select blocks of keys, and embeddings of n-grams",
-    "step3p5": "layers with numbers of heads of their own, and gates of whole heads",
     "mistral_large4_text": "layers that share latent keys and values or an indexer's choice, and queries that grow by position",
     "molmo2_text": "a head without rows for the last tokens of the vocabulary",
 }
@@ -89,7 +88,6 @@ NOT_COMPUTED = {
     "normalized_head": "a head whose rows are divided by their lengths",
     "block_indexer": "indexers that select blocks of keys",
     "head_gate mla": "gates of whole heads in latent attention",
-    "limits": "limits of activations in some layers",
     "empty_layers": "layers with neither a mixer nor an MLP",
     "wide_values": "values that are wider than keys",
     "streams": "several residual streams",

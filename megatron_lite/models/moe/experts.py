@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        self.shape = plan.config.mlp
+        self.shape, self.limit = plan.config.mlp, plan.limit
         self.activate = activation_of(plan)
         self.on_input = plan.config.experts.probs_on_input
         self.local_experts = nn.ModuleList(Expert(plan) for _ in range(plan.sizes["local_experts"]))
@@ -71,7 +71,7 @@ class Experts(nn.Module):
         fc1, fc2 = (list(self._matrices(name)) for name in ("linear_fc1", "linear_fc2"))
         inner, bias = _products(fc1, x, counts), _biases(fc1, counts)
         inner = inner if bias is None else inner + bias
-        made = _products(fc2, self.activate(inner, self.shape, factors), counts)
+        made = _products(fc2, self.activate(inner, self.shape, factors, self.limit), counts)
         bias = _biases(fc2, counts)
         if bias is None:
             return made
@@ -116,7 +116,7 @@ class SharedExperts(nn.Module):
         super().__init__()
         hidden = plan.config.hidden
         ffn = plan.sizes["shared_ffn"]
-        self.shape = plan.config.mlp
+        self.shape, self.limit = plan.config.mlp, plan.shared_limit
         self.activate = activation_of(plan)
         self.gate_weight = None
         if plan.config.experts.shared_gate:
@@ -126,7 +126,8 @@ class SharedExperts(nn.Module):
         self.linear_fc2 = RowLinear(ffn, hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear_fc2(self.activate(self.linear_fc1(x), self.shape))
+        inner = self.activate(self.linear_fc1(x), self.shape, limit=self.limit)
+        made: Tensor = self.linear_fc2(inner)
         return made if self.gate_weight is None else made * F.linear(x, self.gate_weight).sigmoid()
 
 

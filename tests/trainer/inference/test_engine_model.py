@@ -106,6 +106,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "step3p5": (
+        "step3p5",
+        {
+            "pad_token_id": 0,
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "num_sliding_attention_heads": 16,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "share_expert_dim": 40,
+            "swiglu_limits": [0.0, 0.2, 0.0, 0.0],
+            "swiglu_limits_shared": [0.0, 0.3, 0.0, 0.4],
+        },
+    ),
     "laguna": (
         "laguna",
         {
@@ -415,7 +432,7 @@ LAYOUTS = {
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
     *("nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
-    *("mimo_v2_flash", "laguna", "kimi_linear"),
+    *("mimo_v2_flash", "laguna", "step3p5", "kimi_linear"),
 )
 FITTING = [
     (name, layout)

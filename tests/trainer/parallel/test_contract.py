@@ -99,6 +99,7 @@ FEATURES = {
         {"attention.qk_norm": False, "attention.qkv_bias": True},
     ),
     "laguna": MODELS["laguna"],
+    "step3p5": MODELS["step3p5"],
     "mimo_v2_flash": MODELS["mimo_v2_flash"],
     "nemotron_nas": MODELS["nemotron_nas"],
     "qwen3": MODELS["qwen3"],

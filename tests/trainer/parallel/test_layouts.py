@@ -42,6 +42,7 @@ COVERING = [
     Case("mimo_v2_flash", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("nemotron_nas", pp=2, vpp=2, recompute=FULL),
     Case("laguna", tp=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("step3p5", pp=2, dp=2, distributed=True, recompute=FULL),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
     Case("kimi", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
@@ -58,7 +59,7 @@ EVERY = [
 EVERY += [
     Case(model, recompute=recompute, **layout)
     for model, (layout, recompute) in product(
-        ("mimo_v2_flash", "nemotron_nas", "laguna"),
+        ("mimo_v2_flash", "nemotron_nas", "laguna", "step3p5"),
         [
             ({"tp": 2, "pp": 2, "sequence_parallel": True}, SELECTIVE),
             ({"pp": 2, "vpp": 2, "dp": 2, "distributed": True}, FULL),

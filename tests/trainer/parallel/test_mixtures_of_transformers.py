@@ -167,6 +167,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("mimo_v2_flash", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("nemotron_nas", Layout(2, 2, stage_layers=(1, 3))),
         ("laguna", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("step3p5", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         pytest.param(OF_LAYER_INPUTS, Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param(
             "gemma4_unified_text, shared keys and values",
@@ -182,6 +183,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
                 *("olmoe", "minimax_m2", "ernie4_5_moe", "exaone_moe"),
                 *("deepseek_v32, yarn", "glm_moe_dsa", "llama4, short chunks"),
                 *("gemma4_text, experts", "mimo_v2_flash", "laguna, a gate of each element"),
+                "step3p5",
             )
         ),
         *(

@@ -142,6 +142,7 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
         "mimo_v2_flash",
         "nemotron_nas",
         "laguna",
+        "step3p5",
         "mixture",
         "deepseek_v3",
         "bert",
