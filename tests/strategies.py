@@ -226,6 +226,7 @@ OTHER_MIXERS = (
     "laguna",
     "lfm2",
     "lfm2_moe",
+    "lfm3",
     "mimo_v2_flash",
     "nemotron_nas",
     "olmo_hybrid",
@@ -246,7 +247,6 @@ BETWEEN_FILES = (
     ),
     *(
         "axk2",
-        "lfm3",
         "mistral_large4_text",
         "hy_v4",
         "hy_v4_vl_text",

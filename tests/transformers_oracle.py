@@ -738,9 +738,26 @@ KIMIS = {
     ),
 }  # fmt: skip
 """Kimi Linear, which is converted between Hugging Face's files, and trained."""
+LFMS_3 = {
+    "lfm3": Variant(
+        "lfm3", LFM3,
+        {"one less": {"sliding_window": WINDOW - 1}, "epsilon": {"norm_eps": 1e-2}, "no gate": {"use_attention_gate": False},
+         "no norms after": {"use_sandwich_norm": False}, "larger share": lfm3_ropes(share=0.75), "whole heads": lfm3_ropes(kind="default"),
+         "base": lfm3_ropes(theta=900.0), "base in windows": lfm3_ropes(local_theta=5000.0), "slower": lfm3_ropes(factor=2.0),
+         "other layers": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}},
+    ),
+    "lfm3, tied": Variant(
+        "lfm3",
+        {**LFM3, "tie_word_embeddings": True, "use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True,
+         "layer_types": ["full_attention", "conv", "conv", "full_attention"], "rope_parameters": None},
+        {"epsilon": {"norm_eps": 1e-2}},
+    ),
+}  # fmt: skip
+"""LFM 3, which is converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     **GEMMAS_4,
+    **LFMS_3,
     **OWN_SIZES,
     **APERTUS,
     **KIMIS,
@@ -1034,19 +1051,7 @@ CONVERTED = {
         {**{name: size for name, size in KIMI.items() if not name.startswith("linear_")}, "head_dim": 6, "short_conv_kernel_size": 3},
         {"another bound": {"kda_lower_bound": -3.0}, "no bound": {"kda_safe_gate": False}, "all groups": {"topk_group": 2}},
     ),
-    "lfm3": Variant(
-        "lfm3", LFM3,
-        {"one less": {"sliding_window": WINDOW - 1}, "epsilon": {"norm_eps": 1e-2}, "no gate": {"use_attention_gate": False},
-         "no norms after": {"use_sandwich_norm": False}, "larger share": lfm3_ropes(share=0.75), "whole heads": lfm3_ropes(kind="default"),
-         "base": lfm3_ropes(theta=900.0), "base in windows": lfm3_ropes(local_theta=5000.0), "slower": lfm3_ropes(factor=2.0),
-         "other layers": {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]}},
-    ),
-    "lfm3, tied": Variant(
-        "lfm3",
-        {**LFM3, "tie_word_embeddings": True, "use_attention_gate": False, "use_sandwich_norm": False, "attention_bias": True,
-         "layer_types": ["full_attention", "conv", "conv", "full_attention"], "rope_parameters": None},
-        {"epsilon": {"norm_eps": 1e-2}},
-    ),
+    **LFMS_3,
     "qwen4_exp_text": Variant(
         "qwen4_exp_text", QWEN_4,
         {"one block": {"indexer_budget": 2}, "larger blocks": {"indexer_compress_ratio": 4},

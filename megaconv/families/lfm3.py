@@ -5,13 +5,14 @@
 
 Attention has a window in some layers. Layers with a window have a rope of their own. A sigmoid scales the output of each
 head. The published files name this gate gate_proj, and transformers' class g_proj. Megatron core has no such layers: these
-models are converted between Hugging Face's files only. Source: Lfm3Config, modeling_lfm3.py and conversion_mapping.py of
-transformers 5.23.
+models are converted between Hugging Face's files, and trained; core's names are those of the trainer's checkpoints.
+Source: Lfm3Config, modeling_lfm3.py and conversion_mapping.py of transformers 5.23.
 """
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.lfm2 import CONVOLUTION
+from megaconv.families.parts.attention_gates import with_gates
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, heads, model_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.key_changes import with_defaults
@@ -29,12 +30,12 @@ from megaconv.families.parts.keys import (
 )
 from megaconv.families.parts.mamba_and_mlp import rows_of
 from megaconv.families.parts.proportional_ropes import KINDS, proportional_ropes
-from megaconv.families.parts.row_changes import hf_only, with_modules, without_biases
+from megaconv.families.parts.row_changes import in_core, respelled, with_modules, without_biases
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
 from megaconv.model.table import Row
 
-_HF = "model.layers.{l}."
+_HF, _CORE = "model.layers.{l}.", "decoder.layers.{l}."
 _MODULES = {
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -42,17 +43,23 @@ _MODULES = {
     "mlp.down_proj": "feed_forward.w2",
     "model.norm": "model.embedding_norm",
 }
-_OWN_ROWS = (
-    Row("layers.{l}.attn.head_gate.weight", ("heads hidden",), tp=0, when="attention head_gate",
-        hf=_HF + "self_attn.gate_proj.weight",
-        hf_stacked=_HF + "self_attn.g_proj.weight"),
-    Row("layers.{l}.attn_output_norm.weight", ("hidden",), when="sandwich_norm",
-        hf=_HF + "post_operator_norm.weight"),
+_NORMS_AFTER = (
+    Row("layers.{l}.attn_output_norm.weight", ("hidden",), when="attention sandwich_norm",
+        hf=_HF + "post_operator_norm.weight",
+        core=_CORE + "self_attention.linear_proj.post_layernorm.weight"),
+    Row("layers.{l}.attn_output_norm.weight", ("hidden",), when="convolution sandwich_norm",
+        hf=_HF + "post_operator_norm.weight",
+        core=_CORE + "short_conv.out_proj.post_layernorm.weight"),
     Row("layers.{l}.mlp_output_norm.weight", ("hidden",), when="sandwich_norm",
-        hf=_HF + "post_ffn_norm.weight"),
+        hf=_HF + "post_ffn_norm.weight",
+        core=_CORE + "mlp.linear_fc2.post_layernorm.weight"),
 )  # fmt: skip
-_DECODER = (EMBEDDING, *rows_of("attention", ATTENTION), *without_biases(MLP), *HEAD)
-ROWS = hf_only((*with_modules(_DECODER, _MODULES), *CONVOLUTION, *_OWN_ROWS))
+_ATTENTION = with_gates(rows_of("attention", ATTENTION), "gate_proj", "head_gate", optional=True)
+_GATED = "layers.{l}.attn.{q|head_gate|k|v}.weight"
+_OF_CLASS = {_GATED: {"hf_stacked": _HF + "self_attn.{q_proj|g_proj|k_proj|v_proj}.weight"}}
+_DECODER = (EMBEDDING, *_ATTENTION, *without_biases(MLP), *HEAD)
+_NAMED = respelled(with_modules(_DECODER, _MODULES), _OF_CLASS)
+ROWS = in_core((*_NAMED, *CONVOLUTION, *_NORMS_AFTER))
 
 _TYPES, _WINDOW = "layer_types", "sliding_window"
 _USUAL_LAYERS, _USUAL_WINDOW = 24, 256

@@ -135,6 +135,7 @@ NO_NAMES = "has no names in Megatron's formats"
 REFUSALS = {
     "molmo2_text, some layers scaled": "layers.scales_positions|norms on q and k",
     "glm_moe_dsa, shared indexers": "layers.shares_index|it has experts",
+    "lfm3, tied": "biases on all linear layers|norms on q and k",
 }
 """The reasons for which Megatron refuses models of families that it otherwise supports."""
 

@@ -6,6 +6,8 @@
 Megatron core has gates of each element alone. Core's names of the others are those of the trainer's checkpoints.
 """
 
+from dataclasses import replace
+
 from megaconv.model.table import Fused, Row
 
 QKV = "layers.{l}.attn.{q|k|v}.weight"
@@ -16,16 +18,22 @@ _KINDS = {
 """Canonical name of a gate -> (the feature of models that have it, its shape)."""
 
 
-def with_gates(rows: tuple[Row, ...], module: str, *kinds: str) -> tuple[Row, ...]:
+def with_gates(
+    rows: tuple[Row, ...], module: str, *kinds: str, optional: bool = False
+) -> tuple[Row, ...]:
     """The rows, with a gate beside q, k and v.
 
     module: Hugging Face's name of the gate. kinds: canonical names of the gates that the family's models may have, one
-    each.
+    each. optional: True if models may have none.
     """
     found: list[Row] = []
     for row in rows:
-        gated = [_gated(row, module, kind) for kind in kinds] if row.canonical == QKV else [row]
-        found += gated
+        if row.canonical != QKV:
+            found.append(row)
+            continue
+        found += [_gated(row, module, kind) for kind in kinds]
+        if optional:
+            found.append(replace(row, when=f"!output_gate !head_gate {row.when or ''}".strip()))
     return tuple(found)
 
 

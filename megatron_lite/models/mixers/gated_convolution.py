@@ -21,7 +21,7 @@ from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
 
 
 class GatedConvolution(nn.Module):
-    """A gated short convolution with the norm before it."""
+    """A gated short convolution with its norms."""
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
@@ -31,7 +31,9 @@ class GatedConvolution(nn.Module):
             hidden, 3 * channels, plan.norm, plan.ranks, bias=False, keep=plan.keep
         )
         self.conv1d = Convolution(channels, plan.config.convolution.width, bias=False)
-        self.out_proj = RowLinear(channels, hidden, plan.ranks, bias=False)
+        self.out_proj = RowLinear(
+            channels, hidden, plan.ranks, bias=False, norm_after=plan.norm_after
+        )
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""

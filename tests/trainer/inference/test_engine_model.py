@@ -106,6 +106,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 24,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "conv_L_cache": 4,
+        },
+    ),
     "step3p5": (
         "step3p5",
         {

@@ -94,6 +94,11 @@ _STEP = {
     "experts.router_bias": True, "experts.shared_ffn": 24, "layers.limit": (None, 0.1, None, None),
     "layers.shared_limit": (None, 0.1, None, 0.1),
 }  # fmt: skip
+_LFM_3 = {
+    "attention.qk_norm": True, "attention.head_gate": True, "norm.place": "both", "convolution.width": 3,
+    "layers.mixer": ("convolution", "attention", "attention", "convolution"), "layers.window": (None, 5, None, None),
+    "positions.local_theta": 100.0, "positions.scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}  # fmt: skip
 _GEMMA_2 = {
     "norm.zero_centered": True, "norm.place": "both", "mlp.activation": "gelu_tanh", "embedding_scale": 32**0.5,
     "layers.window": (5, None, 5, None), "attention.score_cap": 1.5, "head.logit_cap": 2.5, "attention.scale": 0.3,
@@ -175,6 +180,7 @@ MODELS = {
     "mimo": from_fields("mimo", {**SIZES, "attention.qkv_bias": True, "mtp_layers": 1}),
     "nemotron_nas": from_fields("nemotron_nas", {**SIZES, **_NEMOTRON_NAS}),
     "step3p5": from_fields("step3p5", {**SIZES, **_EXPERTS, **_STEP}),
+    "lfm3": from_fields("lfm3", {**SIZES, **_LFM_3, "tie_embeddings": True}),
     "laguna": from_fields("laguna", {**SIZES, **_EXPERTS, **_LAGUNA}),
     "mimo_v2_flash": from_fields("mimo_v2_flash", {**SIZES, **_EXPERTS, **_MIMO_V2}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),

@@ -99,6 +99,7 @@ FEATURES = {
         {"attention.qk_norm": False, "attention.qkv_bias": True},
     ),
     "laguna": MODELS["laguna"],
+    "lfm3": MODELS["lfm3"],
     "step3p5": MODELS["step3p5"],
     "mimo_v2_flash": MODELS["mimo_v2_flash"],
     "nemotron_nas": MODELS["nemotron_nas"],
@@ -362,6 +363,7 @@ def test_a_family_of_another_package_is_not_trained_as_if_it_were_one_of_these()
             "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
         ),
         ({"attention.v_dim": 20}, "values that are wider than keys"),
+        ({"attention.head_gate": True}, "gates of whole heads beside biases of q, k and v"),
         (
             {
                 "layers.mixer": ("none",) + ("attention",) * 3,

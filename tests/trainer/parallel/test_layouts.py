@@ -43,6 +43,7 @@ COVERING = [
     Case("nemotron_nas", pp=2, vpp=2, recompute=FULL),
     Case("laguna", tp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("step3p5", pp=2, dp=2, distributed=True, recompute=FULL),
+    Case("lfm3", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("olmo2", tp=2, cp=2),
     Case("kimi", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),

@@ -21,7 +21,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
-from tests.transformers_oracle import MIXTURES, OWN_SIZES, VARIANTS, create
+from tests.transformers_oracle import LFMS_3, MIXTURES, OWN_SIZES, VARIANTS, create
 
 PEFT = Path(__file__).parents[2] / "fixtures"
 TRAINED = Path(__file__).parents[1] / "fixtures"
@@ -244,11 +244,11 @@ def test_latent_attention_and_shared_experts_have_adapters_too(
 
 @pytest.mark.slow
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", OWN_SIZES)
+@pytest.mark.parametrize("name", OWN_SIZES | LFMS_3)
 def test_layers_with_sizes_of_their_own_have_adapters_too(
     name: str, world: World, tmp_path: Path
 ) -> None:
-    create(OWN_SIZES[name], tmp_path / "base")
+    create((OWN_SIZES | LFMS_3)[name], tmp_path / "base")
     lora = LoRA(2, 4.0)
     case = Case(name, lora=lora, directory=tmp_path / "base")
     assert_saved_and_merged(case, lora, tmp_path)
