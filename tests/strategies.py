@@ -220,6 +220,7 @@ OTHERS = (
 )
 OTHER_LAYERS = (*ONE_NORM, *OTHER_NORMS, *OTHER_POSITIONS, *OF_GRANITE, *OTHERS)
 OTHER_MIXERS = (
+    "falcon_h1",
     "kimi_linear",
     "gemma4_text",
     "gemma4_unified_text",
@@ -239,7 +240,6 @@ BETWEEN_FILES = (
     "bailing_hybrid",
     "ernie4_5_vl_moe_text",
     "deepseek_v4",
-    "falcon_h1",
     *(
         "kimi_k3",
         "gemma3n_text",

@@ -754,6 +754,21 @@ LFMS_3 = {
     ),
 }  # fmt: skip
 """LFM 3, which is converted between Hugging Face's files, and trained."""
+FALCONS_H1 = {
+    "falcon_h1": Variant(
+        "falcon_h1",
+        {**MIXED, "mamba_d_ssm": 128, "key_multiplier": 0.5, "lm_head_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75]},
+        {"keys": {"key_multiplier": 2.0}, "attention": {"attention_in_multiplier": 0.5},
+         "attention's output": {"attention_out_multiplier": 2.0},
+         "mamba": {"ssm_in_multiplier": 2.0}, "mamba's output": {"ssm_out_multiplier": 3.0},
+         "parts": {"ssm_multipliers": [1.0, 0.25, 2.0, 3.0, 0.5]},
+         "the MLP": {"mlp_multipliers": [0.5, 2.0]}, "embedding": {"embedding_multiplier": 3.0}, "head": {"lm_head_multiplier": 2.0}},
+    ),
+    "falcon_h1, norms": Variant(
+        "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
+    ),
+}  # fmt: skip
+"""Falcon-H1, which is converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 BEYOND_MEGATRON = {
     **GEMMAS_4,
@@ -761,6 +776,7 @@ BEYOND_MEGATRON = {
     **OWN_SIZES,
     **APERTUS,
     **KIMIS,
+    **FALCONS_H1,
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
@@ -989,6 +1005,7 @@ CONVERTED = {
     **OWN_SIZES,
     **APERTUS,
     **KIMIS,
+    **FALCONS_H1,
     "glm_moe_dsa, shared indexers": Variant(
         "glm_moe_dsa",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
@@ -1079,18 +1096,6 @@ CONVERTED = {
         {"other layers": {"rope_scaling_layers": [0, 3]}, "all layers": {"rope_scaling_layers": [0, 1, 2, 3]},
          "norms before": {"norm_after": False}},
     ),
-    "falcon_h1": Variant(
-        "falcon_h1",
-        {**MIXED, "mamba_d_ssm": 128, "key_multiplier": 0.5, "lm_head_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75]},
-        {"keys": {"key_multiplier": 2.0}, "attention": {"attention_in_multiplier": 0.5},
-         "attention's output": {"attention_out_multiplier": 2.0},
-         "mamba": {"ssm_in_multiplier": 2.0}, "mamba's output": {"ssm_out_multiplier": 3.0},
-         "parts": {"ssm_multipliers": [1.0, 0.25, 2.0, 3.0, 0.5]},
-         "the MLP": {"mlp_multipliers": [0.5, 2.0]}, "embedding": {"embedding_multiplier": 3.0}, "head": {"lm_head_multiplier": 2.0}},
-    ),
-    "falcon_h1, norms": Variant(
-        "falcon_h1", {**MIXED, "mamba_d_ssm": 128, "mamba_rms_norm": True}, {"order": {"mamba_norm_before_gate": False}}
-    ),
     "deepseek_v4": Variant(
         "deepseek_v4", DEEPSEEK_V4, {"one entry": {"index_topk": 1}, "yarn's usual factor": entry_ropes(**OLMO_YARN)},
     ),
@@ -1121,7 +1126,7 @@ CONVERTED = {
          "unscaled stream": {"altup_correct_scale": False}},
     ),
 }  # fmt: skip
-"""Models that are converted between Hugging Face's files. Of these, only GEMMAS_4, OWN_SIZES, APERTUS and KIMIS are trained."""
+"""Models that are converted between Hugging Face's files. Those that are listed by name first are trained too."""
 RELATIVES = {
     "bailing_moe2": Variant(
         "glm4_moe",

@@ -2,8 +2,8 @@
 
     hf     model.layers.{l}.{input_layernorm, mamba, self_attn, pre_ff_layernorm, feed_forward}, model.final_layernorm
 
-Megatron core has no layers with both. Converted between Hugging Face's files. Source: FalconH1Config and
-modeling_falcon_h1.py of transformers 5.23.
+Megatron core has no layers with both. Converted between Hugging Face's files, and trained; core's names are those of the
+trainer's checkpoints. Source: FalconH1Config and modeling_falcon_h1.py of transformers 5.23.
 """
 
 from dataclasses import replace
@@ -30,21 +30,33 @@ from megaconv.families.parts.keys import (
     number,
 )
 from megaconv.families.parts.mamba_and_mlp import MAMBA, STATE, WIDTH
-from megaconv.families.parts.row_changes import hf_only, without_rows
+from megaconv.families.parts.row_changes import in_core, without_rows
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.table import Row
 
+_LAYER = "decoder.layers.{l}."
+_NORM = "layers.{l}.input_norm.weight"
+
 
 def _side_by_side(row: Row) -> Row:
-    """The row of a Mamba 2, whose norm at the end some models lack."""
+    """The row of attention or of a Mamba 2, whose norm at the end some models lack. Both read the same normed input."""
+    if row.canonical == _NORM:
+        return row.without("core").renamed(core=_LAYER + "input_layernorm.weight")
+    names = tuple(
+        replace(one, name=one.name.replace(_LAYER, _LAYER + "side_by_side."))
+        for one in row.names["core"]
+    )
+    row = row.renamed(core=names)
     return replace(row, when="mamba mamba_norm") if "out_norm" in row.canonical else row
 
 
-_MAMBA = tuple(_side_by_side(row) for row in MAMBA if "input_norm" not in row.canonical)
+_MAMBA = tuple(_side_by_side(row) for row in MAMBA if row.canonical != _NORM)
 _FINAL_NORM = HEAD[0].renamed(hf="model.final_layernorm.weight")
-_ATTENTION = without_rows(ATTENTION, "layers.{l}.attn.{q|k}_norm.weight")
-ROWS = hf_only((EMBEDDING, *_ATTENTION, *_MAMBA, *FEED_FORWARD, _FINAL_NORM, HEAD[1]))
+_ATTENTION = tuple(
+    _side_by_side(row) for row in without_rows(ATTENTION, "layers.{l}.attn.{q|k}_norm.weight")
+)
+ROWS = in_core((EMBEDDING, *_ATTENTION, *_MAMBA, *FEED_FORWARD, _FINAL_NORM, HEAD[1]))
 
 _D_SSM = "mamba_d_ssm"
 

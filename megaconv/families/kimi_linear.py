@@ -5,8 +5,7 @@
 A delta net's state forgets each head by itself, Kimi delta attention's each channel of a key (f_a_proj, f_b_proj).
 transformers 5.23 saves the MLP of dense layers as block_sparse_moe too. megaconv reads both names. Megatron core has no such
 layers: these models are converted between Hugging Face's files, and trained; core's names are those of the trainer's
-checkpoints. Source: KimiLinearConfig and modeling_kimi_linear.py of
-transformers 5.23.
+checkpoints. Source: KimiLinearConfig and modeling_kimi_linear.py of transformers 5.23.
 """
 
 import re

@@ -21,6 +21,8 @@ class MixerCost:
     """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
     input_width: Callable[[ModelConfig], int]
     """The width of all inputs of column-sharded matrices, which tensor ranks gather or sum."""
+    output_width: Callable[[ModelConfig], int] = lambda config: config.hidden
+    """The width of all outputs of row-sharded matrices, which tensor ranks sum."""
     shared_width: Callable[[ModelConfig], int] = lambda _: 0
     """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
 
@@ -180,12 +182,14 @@ CONVOLUTION = MixerCost(
 """It keeps its three projections, and the input and the output of the convolution."""
 
 SIDE_BY_SIDE = MixerCost(
+    needs_norm=True,
     attends=True,
     elements=lambda config, kind: _attention_elements(config, kind) + _mamba_elements(config, kind),
     operations=lambda config, tokens: (
         _of_scores(config, tokens) + _mamba_operations(config, tokens)
     ),
     input_width=lambda config: 2 * config.hidden,
+    output_width=lambda config: 2 * config.hidden,
 )
 """Attention and Mamba 2 on the same input."""
 

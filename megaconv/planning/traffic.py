@@ -195,22 +195,23 @@ def of_layer(run: Run, kind: LayerKind, tokens: int, forward: int) -> Iterator[C
     if mixer is not None:
         if mixer.attends:
             yield from _of_other_tokens(run, forward)
-        yield from _of_matrices(run, tokens, mixer.input_width(config), forward)
+        widths = mixer.input_width(config), mixer.output_width(config)
+        yield from _of_matrices(run, tokens, *widths, forward)
         shared = mixer.shared_width(config)
         if shared:
             yield from _of_shared(run, shared, forward)
     if kind.mlp == "dense":
-        yield from _of_matrices(run, tokens, config.hidden, forward)
+        yield from _of_matrices(run, tokens, config.hidden, config.hidden, forward)
     elif kind.mlp == "experts":
         if config.experts.shared_ffn:
-            yield from _of_matrices(run, tokens, config.hidden, forward)
+            yield from _of_matrices(run, tokens, config.hidden, config.hidden, forward)
         yield from _of_experts(run, forward)
 
 
 def _of_cross_attention(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a layer's attention to the encoder's output: of queries and the result, then of keys and values."""
     width = run.config.hidden
-    yield from _of_matrices(run, run.tokens, width, forward)
+    yield from _of_matrices(run, run.tokens, width, width, forward)
     source = run.source_tokens * run.itemsize * width
     if run.sequence:
         yield "tp", "all_gather", source * (forward + 1)
@@ -253,10 +254,13 @@ def _of_other_tokens(run: Run, forward: int) -> Iterator[Counted]:
         yield "cp_near" if has_levels else "cp", "all_to_all", exchanged
 
 
-def _of_matrices(run: Run, tokens: int, into: int, forward: int) -> Iterator[Counted]:
-    """Yield the traffic of a column-sharded and the following row-sharded matrix. into: width of the first one's input."""
+def _of_matrices(run: Run, tokens: int, into: int, out: int, forward: int) -> Iterator[Counted]:
+    """Yield the traffic of a column-sharded and the following row-sharded matrix.
+
+    into: width of the first one's input. out: width of the second one's output.
+    """
     each = tokens * run.itemsize
-    taken, given = each * into, each * run.config.hidden
+    taken, given = each * into, each * out
     if run.sequence:
         yield "tp", "all_gather", taken * (forward + 1) + given
         yield "tp", "reduce_scatter", given * forward + taken

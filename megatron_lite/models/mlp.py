@@ -1,5 +1,6 @@
 """The dense MLP of one layer."""
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.models.activation import activate
@@ -20,6 +21,7 @@ class MLP(nn.Module):
         super().__init__()
         config, ffn = plan.config, plan.sizes["ffn"]
         self.keep, self.shape, self.limit = plan.keep, config.mlp, plan.shared_limit
+        self.gate_factor, self.factor = config.factors.mlp_gate, config.factors.mlp_down
         rows = ffn * (2 if config.mlp.gated else 1)
         bias = config.mlp.bias
         self.linear_fc1 = (
@@ -34,9 +36,13 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)
+        made = self.keep(self._activate, self.linear_fc1(x), self.linear_fc2)
+        return made if self.factor == 1 else made * self.factor
 
     def _activate(self, x: Tensor) -> Tensor:
+        if self.gate_factor != 1:
+            gate, up = x.chunk(2, -1)
+            x = torch.cat((gate * self.gate_factor, up), -1)
         trained = self.activation_func
         activated = activate(x, self.shape, limit=self.limit) if trained is None else trained(x)
         return activated if self.inner_norm is None else self.inner_norm(activated)

@@ -47,10 +47,10 @@ def mamba_arguments(
     beside_config: True if a config.json beside the checkpoint describes the layers too. Otherwise, raises
     NotExpressible for layers without a symbol, and for mixers with another epsilon than Megatron's.
     """
-    if not config.has("hybrid_stack"):
-        return {}
     sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
     given = sizes if config.has("mamba_layers") else {}
+    if not config.has("hybrid_stack"):
+        return given  # of layers with attention too, which only the trainer saves
     own_epsilon = given and mixer_epsilon(config) != EPSILON
     if beside_config and (own_epsilon or not has_pattern(config)):
         return given

@@ -1,7 +1,7 @@
 """The mixers of a Megatron model's layers, and the sizes of mixers with a state, as its tensors show them."""
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaconv.megatron.arguments.size_tensors import SizeTensors
@@ -18,6 +18,8 @@ def mixers_of(
     """
 
     def mixer(layer: Weights) -> str:
+        if any(name.startswith(names.side_by_side) for name in layer):
+            return "side_by_side"
         if names.linear + ".weight" in layer:
             return "linear"
         if names.kimi_delta + ".weight" in layer:
@@ -31,6 +33,21 @@ def mixers_of(
         return "none" if hybrid else "attention"
 
     return tuple(mixer(layers[index]) for index in sorted(layers))
+
+
+def attention_of(
+    layers: Mapping[int, Weights], mixers: Sequence[str], names: SizeTensors
+) -> Weights:
+    """The tensors of the first layer with attention, as a layer with attention alone has them; empty if there is none."""
+    for index, layer in layers.items():
+        if mixers[index] in ("attention", "side_by_side"):
+            return _alone(layer, names)
+    return {}
+
+
+def _alone(layer: Weights, names: SizeTensors) -> Weights:
+    """The tensors of a layer, with the names that attention and Mamba 2 have in layers with one of them."""
+    return {name.removeprefix(names.side_by_side): tensor for name, tensor in layer.items()}
 
 
 def is_hybrid(
@@ -50,7 +67,8 @@ def sizes_of_mixers(
     layers: Mapping[int, Weights], layout: Layout, names: SizeTensors
 ) -> dict[str, Any]:
     """The fields of mixers with a state that shapes show; empty for models without them."""
-    found = _find_mamba(layers, layout, names) | _find_convolution(layers, names)
+    alone = {index: _alone(layer, names) for index, layer in layers.items()}
+    found = _find_mamba(alone, layout, names) | _find_convolution(layers, names)
     return found | _find_kimi_delta(layers, layout, names)
 
 
@@ -58,10 +76,10 @@ def _find_mamba(
     layers: Mapping[int, Weights], layout: Layout, names: SizeTensors
 ) -> dict[str, Any]:
     """The fields of Mamba layers that shapes show. Shapes don't show how many groups share the rows of B and C."""
-    dt_bias, norm = names.mamba + "dt_bias", names.mamba + "norm.weight"
+    dt_bias, out = names.mamba + "dt_bias", names.mamba + "out_proj.weight"
     for layer in layers.values():
-        if dt_bias in layer and norm in layer:
-            heads, width = layer[dt_bias].shape[0], layer[norm].shape[0]
+        if dt_bias in layer and out in layer:
+            heads, width = layer[dt_bias].shape[0], layer[out].shape[-1]
             return {"mamba.heads": layout.tp * heads, "mamba.head_dim": width // max(1, heads)}
     return {}
 

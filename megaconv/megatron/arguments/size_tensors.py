@@ -35,6 +35,8 @@ class SizeTensors:
     """The input projection of Kimi delta attention. Only the trainer writes it."""
     mamba: str = "mixer."
     """The prefix of a Mamba 2's tensors."""
+    side_by_side: str = "side_by_side."
+    """The prefix of attention and of Mamba 2 in a layer with both. Only the trainer writes them."""
     convolution: str = "short_conv."
     """The prefix of a short convolution's tensors. Only the trainer writes them."""
     transform: str = "lm_head.dense.weight"

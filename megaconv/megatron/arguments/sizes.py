@@ -11,7 +11,12 @@ from typing import Any
 
 from formats.wording import counted
 from megaconv.errors import TensorMismatch, UnknownFamily
-from megaconv.megatron.arguments.mixer_sizes import is_hybrid, mixers_of, sizes_of_mixers
+from megaconv.megatron.arguments.mixer_sizes import (
+    attention_of,
+    is_hybrid,
+    mixers_of,
+    sizes_of_mixers,
+)
 from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.states.ranks import Ranks, Weights
@@ -143,7 +148,7 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     hidden = first[names.embedding].shape[-1]
     hybrid = is_hybrid(layers, last, args, names)
     mixers = mixers_of(layers, names, hybrid=hybrid)
-    attention = next((layer for index, layer in layers.items() if mixers[index] == "attention"), {})
+    attention = attention_of(layers, mixers, names)
     found: dict[str, Any] = {
         "layers.count": sum(layout.stage_layers),
         "layers.mixer": one_or_each(mixers),

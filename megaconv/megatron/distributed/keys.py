@@ -168,7 +168,7 @@ def stacks_layers(config: ModelConfig) -> bool:
     alike = not (config.experts.count and config.layers_with("dense"))
     alike = alike and not config.has("retrieval")
     mixed = (
-        *("linear_layers", "kda_layers", "convolution_layers", "hybrid_stack"),
+        *("linear_layers", "kda_layers", "convolution_layers", "side_by_side", "hybrid_stack"),
         *("layers_differ", "shared_kv", "keys_as_values"),
     )
     return alike and not any(config.has(feature) for feature in mixed)

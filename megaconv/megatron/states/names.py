@@ -42,11 +42,14 @@ def core_order(rows: tuple[Row, ...], naming: Naming) -> ModuleOrder:
 
 def naming_of(names: Collection[str]) -> Naming:
     """The naming scheme of a core model: the implementation of its layers, and how its experts are stored."""
-    fused = (
+    fused: tuple[str, ...] = (
         "linear_qkv.layer_norm_weight",
         "linear_kv_up_proj.layer_norm_weight",
         "in_proj.layer_norm_weight",
     )
+    if any(".side_by_side." in name for name in names):
+        # The only matrix after a norm. In local layers with experts, the norm before these has such a name too.
+        fused = (*fused, "mlp.linear_fc1.layer_norm_weight")
     impl = "transformer_engine" if any(name.endswith(fused) for name in names) else "local"
     experts = ""
     if any(name.endswith(".experts.weight1") for name in names):

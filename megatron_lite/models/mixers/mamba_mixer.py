@@ -3,6 +3,8 @@
     z, x, B, C, dt = in_proj(norm(u))        x, B, C = silu(conv1d(x, B, C))        y = ssd(x, softplus(dt + dt_bias), ...)
     out_proj(norm(y * silu(z)))              the norm is over the channels of each group of heads
 
+In some models the norm is before the gate, or there is none.
+
 Tensor parallelism shards heads and groups, so that each norm lies on one rank. Source: modeling_nemotron_h.py of
 transformers 5; mamba_mixer.py of megatron-core 0.16.1.
 """
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from megaconv.megatron.arguments.mamba import mixer_epsilon
 from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.input_matrix import input_matrix
 from megatron_lite.models.mixers.convolution import Convolution
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
@@ -30,26 +33,38 @@ from megatron_lite.models.state_space.kernels import scan_kernel
 from megatron_lite.models.state_space.mamba2 import ssd, ssd_step
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
+from megatron_lite.parallel.tensor import RowLinear
+
+
+class Gate(nn.Module):
+    """The gate of a mixer without a norm at its end."""
+
+    def forward(self, y: Tensor, gate: Tensor) -> Tensor:
+        """y, gate [tokens, batch, channels] -> the same shape, in y's dtype."""
+        return (y.float() * F.silu(gate.float())).to(y.dtype)
 
 
 class GatedGroupNorm(nn.Module):
-    """RMSNorm over each group's channels, after the gate."""
+    """RMSNorm over each group's channels, after the gate or before it."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED}
 
-    def __init__(self, groups: int, width: int, epsilon: float) -> None:
+    def __init__(self, groups: int, width: int, epsilon: float, *, before_gate: bool) -> None:
         """groups, width: of this rank."""
         super().__init__()
-        self.groups, self.epsilon = groups, epsilon
+        self.groups, self.epsilon, self.before_gate = groups, epsilon, before_gate
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate [tokens, batch, channels] -> the same shape, in y's dtype."""
-        gated = y.float() * F.silu(gate.float())
-        by_group = gated.view(*gated.shape[:-1], self.groups, -1)
-        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
-        return normed.to(y.dtype) * self.weight
+        factors = F.silu(gate.float())
+        if self.before_gate:
+            return (self._normed(y.float()) * self.weight.float() * factors).to(y.dtype)
+        return self._normed(y.float() * factors).to(y.dtype) * self.weight
+
+    def _normed(self, x: Tensor) -> Tensor:
+        by_group = x.view(*x.shape[:-1], self.groups, -1)
+        return F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
 
 
 class MambaMixer(nn.Module):
@@ -71,19 +86,24 @@ class MambaMixer(nn.Module):
         )
         inner, states = heads * mamba.head_dim, groups * mamba.state
         self.widths = [inner, inner + 2 * states, heads]
-        self.in_proj = NormColumnLinear(
-            config.hidden, sum(self.widths), plan.norm, plan.ranks, bias=False, keep=plan.keep
-        )
+        self.in_proj = input_matrix(plan, sum(self.widths), bias=False)
+        factors = config.factors
+        self.gate_and_times = factors.mamba_z, factors.mamba_dt
+        self.factors = factors.mamba_x, factors.mamba_b, factors.mamba_c
         self.conv1d = Convolution(inner + 2 * states, CONVOLUTION, bias=True)
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
-        self.norm = GatedGroupNorm(groups, inner, mixer_epsilon(config))
+        before_gate = mamba.norm == "before_gate"
+        self.norm: nn.Module = Gate()
+        if mamba.norm != "none":
+            epsilon = mixer_epsilon(config)
+            self.norm = GatedGroupNorm(groups, inner, epsilon, before_gate=before_gate)
         self.out_proj = RowLinear(inner, config.hidden, plan.ranks, bias=False)
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
-        gate, inner, times = self.in_proj(x).split(self.widths, -1)
+        gate, inner, times = self._scaled(*self.in_proj(x).split(self.widths, -1))
         weight: Tensor = self.conv1d.weight
         bias: Tensor | None = self.conv1d.bias
         dt_bias: Tensor = self.dt_bias
@@ -108,9 +128,22 @@ class MambaMixer(nn.Module):
             run.cache.keep(self.layer, before, state)
         if context is not None:
             y = tokens_for_heads(y, context)
-        normed = self.norm(y.flatten(2), gate)
+        normed: Tensor = self.norm(y.flatten(2), gate)
         projected: Tensor = self.out_proj(normed)
         return projected
+
+    def _scaled(self, gate: Tensor, inner: Tensor, times: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Multiply the parts of the projection with the model's factors, if it has any."""
+        of_gate, of_times = self.gate_and_times
+        if {of_gate, of_times, *self.factors} == {1.0}:
+            return gate, inner, times
+        widths = [heads.number * heads.width for heads in self.parts]
+        parts = zip(torch.split(inner, widths, -1), self.factors, strict=True)
+        return (
+            gate * of_gate,
+            torch.cat([part * factor for part, factor in parts], -1),
+            times * of_times,
+        )
 
     def _parts_of(self, inner: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return x, B and C [tokens, batch, heads or groups, width]. inner: [tokens, batch, channels]."""

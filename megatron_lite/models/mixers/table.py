@@ -12,6 +12,7 @@ from megatron_lite.models.mixers.kimi_delta import KIMI_DELTA
 from megatron_lite.models.mixers.latent import LATENT
 from megatron_lite.models.mixers.mamba import MAMBA
 from megatron_lite.models.mixers.short_conv import SHORT_CONVOLUTION
+from megatron_lite.models.mixers.side_by_side import SIDE_BY_SIDE
 from megatron_lite.models.mixers.sparse import SPARSE
 
 MIXERS: dict[str, Mixer | None] = {
@@ -22,7 +23,7 @@ MIXERS: dict[str, Mixer | None] = {
     "kda": KIMI_DELTA,
     "compressed": replace(ATTENTION, module=None),
     "mamba": MAMBA,
-    "side_by_side": replace(MAMBA, module=None),
+    "side_by_side": SIDE_BY_SIDE,
     "convolution": SHORT_CONVOLUTION,
     "none": None,
 }

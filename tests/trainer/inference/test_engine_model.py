@@ -170,6 +170,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "apertus": ("apertus", {}),
+    "falcon_h1": (
+        "falcon_h1",
+        {
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_ssm": 128,
+            "mamba_n_groups": 4,
+            "mamba_d_state": 16,
+            "key_multiplier": 0.5,
+            "ssm_multipliers": [0.5, 0.25, 2.0, 3.0, 0.75],
+            "mlp_multipliers": [0.5, 2.0],
+        },
+    ),
     "kimi_linear": (
         "kimi_linear",
         {

@@ -18,7 +18,7 @@ from megatron_lite.inference.slots import Feed, LanguageModel, Recomputed
 from megatron_lite.models.batch import Microbatch
 from tests.trainer.parallel.small import Case, make_engine
 
-WITH_STATES = ("mamba", "hybrid", "delta nets", "delta nets, experts", "kimi")
+WITH_STATES = ("mamba", "hybrid", "delta nets", "delta nets, experts", "kimi", "falcon h1")
 LENGTH, SLOTS = 96, 4
 VOCAB = 60
 PROMPTS = [

@@ -119,6 +119,11 @@ _KIMI = {
     **_LATENT, "layers.mixer": ("kda", "kda", "attention", "kda"), "positions.kind": "none", "linear.key_heads": 4, "linear.value_heads": 4,
     "linear.key_dim": 4, "linear.value_dim": 4, "linear.conv": 3,
 }  # fmt: skip
+_FALCON_H1 = {
+    "layers.mixer": "side_by_side", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2, "mamba.state": 5, "mamba.norm": "none",
+    "factors.keys": 0.5, "factors.attention_out": 0.7, "factors.mamba_in": 1.5, "factors.mamba_z": 0.6, "factors.mamba_b": 2.0,
+    "factors.mlp_gate": 0.8, "factors.mlp_down": 1.3,
+}  # fmt: skip
 _APERTUS = {"attention.qk_norm": True, "mlp.activation": "xielu", "mlp.gated": False}
 _GPT2 = {
     "positions.kind": "learned",
@@ -155,6 +160,7 @@ MODELS = {
             "mtp_layers": 1,
         },
     ),
+    "falcon h1": from_fields("falcon_h1", {**SIZES, **_FALCON_H1}),
     "kimi": from_fields("kimi_linear", {**SIZES, **_EXPERTS, **_KIMI}),
     "qwen3": from_fields("qwen3", {"attention.qk_norm": True, **SIZES}),
     "llama": from_fields("llama", {**_BIASES, "tie_embeddings": True, **SIZES}),

@@ -230,6 +230,7 @@ FEATURES = {
         replace(MODELS["qwen3"], family="lfm2"), {"convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2}
     ),
     "kimi_linear": MODELS["kimi"],
+    "falcon_h1": changed(MODELS["falcon h1"], {"mamba.norm": "before_gate"}),
     "olmo_hybrid": changed(
         replace(MODELS["delta nets"], family="olmo_hybrid"),
         {**own_fields("olmo_hybrid"), "attention.output_gate": False, "norm.zero_centered": False},

@@ -29,13 +29,14 @@ from tests.trainer.parallel.small import (
 from tests.trainer.parallel.small import step as one_step
 from tests.trainer.parallel.worlds import World
 
-WITH_STATES = ("mamba", "hybrid", "delta nets", "delta nets, experts", "kimi")
+WITH_STATES = ("mamba", "hybrid", "delta nets", "delta nets, experts", "kimi", "falcon h1")
 DROPOUT = (("hidden_dropout", 0.1),)
 LAYOUTS = [
     Case("mamba", tp=2, sequence_parallel=True, recompute=FULL),
     Case("delta nets", tp=2, cp=2),
     Case("delta nets, experts", pp=2, recompute=SELECTIVE),
     Case("kimi", tp=2, ep=2, sequence_parallel=True, recompute=SELECTIVE),
+    Case("falcon h1", tp=2, cp=2, sequence_parallel=True, recompute=SELECTIVE),
 ]
 FURTHER = [
     Case("hybrid", pp=2, vpp=2, recompute=BLOCK),
@@ -45,6 +46,7 @@ FURTHER = [
     Case("delta nets, experts", tp=2, ep=2, sequence_parallel=True, recompute=FULL),
     Case("kimi", tp=2, cp=2, sequence_parallel=True, recompute=FULL),
     Case("kimi", pp=2, vpp=2, recompute=FULL),
+    Case("falcon h1", pp=2, vpp=2, recompute=FULL),
     Case("delta nets, experts", dp=2, ep=2, distributed=True),
 ]
 """The last model has a layer that predicts a further token."""

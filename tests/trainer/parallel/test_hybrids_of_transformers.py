@@ -15,6 +15,9 @@ OF_MAMBA = 5e-5
 """Relative tolerance of gradients: sums of decays over a sequence magnify rounding. 2e-5 is the most that is found."""
 OF_PURE_MAMBA = 5e-4
 """The same for layers of Mamba 2 alone, each of which magnifies the rounding of the others. 3.6e-4 is the most that is found."""
+OF_NORMED_MAMBA = 2e-4
+"""The same for a norm before the gate. 1.2e-4 is the most that is found. transformers' own gradients are 5e-5 from its
+float64 gradients, and ours 2e-5."""
 OF_DELTA_NETS = 5e-4
 """The same: triangular systems magnify rounding more. 2e-4 is the most that is found."""
 OF_CONVOLUTIONS = 2e-5
@@ -29,6 +32,8 @@ HYBRIDS = {
     "lfm2": OF_CONVOLUTIONS,
     "olmo_hybrid": OF_DELTA_NETS,
     "lfm2_moe": OF_CONVOLUTIONS,
+    "falcon_h1": OF_MAMBA,
+    "falcon_h1, norms": OF_NORMED_MAMBA,
     "kimi_linear": OF_DELTA_NETS,
     "kimi_linear, queries from a latent vector": OF_DELTA_NETS,
     "qwen3_5": OF_DELTA_NETS,
@@ -63,6 +68,8 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
         ("qwen3_5", Layout(2, stage_layers=(LAYERS,)), False),
         pytest.param("lfm2", UNEVEN, True, marks=pytest.mark.slow),
         ("kimi_linear", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        ("falcon_h1", UNEVEN, True),
+        pytest.param("falcon_h1, norms", UNEVEN, False, marks=pytest.mark.slow),
         pytest.param("kimi_linear", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param(

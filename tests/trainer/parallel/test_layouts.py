@@ -48,6 +48,7 @@ COVERING = [
     Case("olmo2", tp=2, cp=2),
     Case("kimi", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("kimi", dp=2, ep=2, distributed=True, zero=3),
+    Case("falcon h1", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("apertus", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE),
     Case("apertus", tp=2, dp=2, distributed=True, zero=3, recompute=FULL),
 ]

@@ -47,6 +47,7 @@ STEPS = [
     Planned("gemma4", tp=2, pp=2, sequence=True),
     Planned("apertus", tp=2, pp=2, sequence=True),
     Planned("kimi", tp=2, pp=2, sequence=True),
+    Planned("falcon h1", tp=2, pp=2, sequence=True),
     Planned("gemma4, layer inputs", tp=2, pp=2, sequence=True),
     Planned("gemma4, layer inputs", pp=2, vpp=2, dp=2, distributed=True, recompute=FULL),
     Planned("mimo_v2_flash", tp=2, sequence=True),
