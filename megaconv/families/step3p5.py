@@ -99,6 +99,13 @@ def _read_windows(raw: Raw) -> Fields:
         need_size(listed.get(str(layer), {}), "num_attention_heads", usual)
         for layer in range(layers)
     ]
+    groups = need_size(raw, "num_key_value_heads", 8)
+    for count in counts:
+        if count % groups:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: a layer has {count} heads (num_attention_heads, {_HEADS}); expected a multiple of the {groups} "
+                "key/value heads"
+            )
     different = tuple(None if count == usual else count for count in counts)
     found = (
         windows_on(raw, windowed, need_size(raw, _WINDOW)) if windowed else {"layers.window": None}

@@ -107,6 +107,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
      "short_mscale should be a number, found None"),
     ("step3p5", {"attention_other_setting": {"head_dim": 7}}, "head_dim 7, which is not supported"),
     ("step3p5", {"rope_parameters": None, "rope_theta": [1.0, 2.0, 3.0, 2.0]}, "differ between layers of full_attention"),
+    ("step3p5", {"num_sliding_attention_heads": 6}, "a layer has 6 heads .* expected a multiple of the 4 key/value heads"),
     ("step3p5", {"sliding_window": None}, "sliding_window should be a positive number"),
     ("minimax_m3_vl_text", {"swiglu_alpha": 2.0}, "swiglu_alpha 2.0 is not supported"),
     ("minimax_m3_vl_text", {"sparse_attention_config": {"sparse_init_block": 1}}, "sparse_init_block 1, only 0"),
