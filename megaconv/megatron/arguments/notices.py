@@ -9,12 +9,13 @@ from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.beyond_core import is_of_the_trainer
 from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
 from megaconv.megatron.arguments.rope import has_yarn
+from megaconv.megatron.arguments.write import is_representable
 from megaconv.model.config import ModelConfig
 
 
 def run_notices(config: ModelConfig) -> tuple[str, ...]:
     """Notices for the user on the checkpoints of a run that trains this model."""
-    if is_of_the_trainer(config):
+    if is_of_the_trainer(config) or not is_representable(config):
         return (
             "Megatron core has no modules for this model: its checkpoints are for megatron-lite, and for `megaconv convert` to "
             "Hugging Face's files",

@@ -156,6 +156,10 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
         "vocab": padded_rows(ranks, names),
         "tie_embeddings": _is_tied(last, layout, args, names),
         **_find_attention(attention, names),
+        # In some models only the last layer has it.
+        "attention.o_bias": any(
+            name.endswith(names.o + ".bias") for layer in layers.values() for name in layer
+        ),
         "attention.sinks": any(_SINKS in layer for layer in layers.values()),
         **_find_norms(attention, hidden, layout.tp, args, names),
         "mtp_layers": _layer_count(last, "mtp.layers."),

@@ -35,6 +35,9 @@ LEFT_OUT = "megaconv_left_out"
 config.json still has these fields.
 """
 
+UNKNOWN_POSITIONS = ("alibi", "sinusoidal")
+"""Kinds of positions that Megatron doesn't have."""
+
 
 def to_arguments(
     config: ModelConfig,
@@ -151,6 +154,12 @@ def require_names(config: ModelConfig) -> None:
         )
 
 
+def is_representable(config: ModelConfig) -> bool:
+    """True if Megatron core's arguments can describe the layers of a model, without a config.json beside them."""
+    refusals = _refusals(config, legacy=False, beside_config=False)
+    return not any(applies for applies, _ in refusals)
+
+
 def _require_representable(config: ModelConfig, *, legacy: bool, beside_config: bool) -> None:
     """Raise NotExpressible for the first problem that applies."""
     for applies, reason in _refusals(config, legacy=legacy, beside_config=beside_config):
@@ -167,7 +176,8 @@ def _refusals(
     """
     attention, mlp = config.attention, config.mlp
     yield (
-        attention.o_bias != mlp.bias or (attention.o_bias and not attention.qkv_bias),
+        not beside_config
+        and (attention.o_bias != mlp.bias or (attention.o_bias and not attention.qkv_bias)),
         "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set",
     )
     yield (
@@ -179,7 +189,7 @@ def _refusals(
         "the model divides q and k by their L2 norm, which Megatron core has for attention with heads of keys alone",
     )
     yield (
-        config.positions.kind in ("alibi", "sinusoidal"),
+        config.positions.kind in UNKNOWN_POSITIONS and not beside_config,
         "the model encodes positions by ALiBi (biases that grow with the distance) or by sines, which Megatron doesn't have",
     )
     yield (
@@ -321,6 +331,8 @@ def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[
     positions = config.positions
     theta = int(positions.theta) if float(positions.theta).is_integer() else positions.theta
     kind = "learned_absolute" if positions.kind == "learned" else positions.kind
+    if positions.kind in UNKNOWN_POSITIONS:
+        kind = "none"  # only a config.json beside the checkpoint says it
     layers_without_rope = [int(not layer.rotates) for layer in config.layers]
     scaling = {} if config.latent.kv_rank else write_scaling(config, allow_lossy, legacy=legacy)
     return {

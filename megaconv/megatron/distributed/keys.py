@@ -166,7 +166,7 @@ def _norm_before_experts(name: str, names: Collection[str]) -> str:
 def stacks_layers(config: ModelConfig) -> bool:
     """True if one key holds all layers. Core gives each layer its own keys if the layers differ."""
     alike = not (config.experts.count and config.layers_with("dense"))
-    alike = alike and not config.has("retrieval")
+    alike = alike and not config.has("retrieval") and not config.attention.o_bias_last
     mixed = (
         *("linear_layers", "kda_layers", "convolution_layers", "side_by_side", "hybrid_stack"),
         *("layers_differ", "shared_kv", "keys_as_values"),

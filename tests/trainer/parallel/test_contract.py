@@ -10,11 +10,13 @@ import torch
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import families
 from megaconv.families.parts.unsupported import UNSUPPORTED
+from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, padded_vocab, split_layers
 from megaconv.model.naming import CORE
 from megaconv.model.natives import native_tensors
+from megaconv.model.training import TrainingState
 from megatron_lite.commands.models import main, table
 from megatron_lite.models.build_plan import make_plan
 from megatron_lite.models.chunk import ModelChunk
@@ -301,6 +303,17 @@ def test_every_family_that_can_be_trained_is_compared() -> None:
     }
     assert set(TRAINED) <= oracles | set(RELATIVES)
     assert oracles.isdisjoint(RELATIVES)
+
+
+@pytest.mark.parametrize("family", COMPARED)
+def test_a_run_of_every_family_can_be_saved(family: str) -> None:
+    """Megatron's arguments can't describe some of the models. A config.json beside the checkpoint does."""
+    config = FEATURES[family]
+    arguments = to_arguments(
+        config, Layout(stage_layers=(config.layer_count,)), TrainingState(), transformer_impl="transformer_engine",
+        grouped_experts=False, vocab_divisor=1, padded_vocab=config.vocab, beside_config=True,
+    )  # fmt: skip
+    assert arguments["num_layers"] == config.layer_count
 
 
 def test_every_family_can_be_trained_or_is_named_with_its_reason() -> None:
