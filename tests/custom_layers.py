@@ -14,6 +14,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,13 +128,18 @@ def adapt(spec: Any, needs: Needs, args: Namespace) -> None:
     for layer in (each.submodules for each in getattr(spec, "layer_specs", [spec])):
         attention = layer.self_attention.submodules
         if needs.norms != "before":
-            attention.linear_proj = layer.mlp.submodules.linear_fc2 = ours.NormedRowLinear
+            attention.linear_proj = submodules(layer.mlp).linear_fc2 = ours.NormedRowLinear
         if needs.norms == "after":
             layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
         if needs.wide_qk_norms:
             attention.q_layernorm, attention.k_layernorm = ours.WideQNorm, ours.WideKNorm
         if getattr(args, "attn_logit_softcapping", None):
             attention.core_attention = ours.CappedAttention
+
+
+def submodules(spec: Any) -> Any:
+    """The submodules of a ModuleSpec, or of the partial class that core 0.19 has in its place for an MLP."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
 def cap_logits(chunk: Any, cap: float) -> None:

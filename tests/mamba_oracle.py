@@ -152,14 +152,16 @@ def leave_generation_out() -> None:
 
 
 def replace_kernels() -> None:
-    from megatron.core.ssm import mamba_block, mamba_context_parallel, mamba_mixer
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.ssm.mamba_block import MambaStack
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     mamba_mixer.HAVE_MAMBA_SSM = mamba_mixer.HAVE_EINOPS = mamba_context_parallel.HAVE_EINOPS = True
     mamba_mixer.rearrange = rearrange
     mamba_mixer.mamba_split_conv1d_scan_combined = convolve_and_scan
     mamba_mixer.ExtendedRMSNorm = grouped_norm()
-    mamba_block.TENorm = WrappedTorchNorm
+    # Core 0.19 has the same class in another module: its hybrid_block.py.
+    vars(sys.modules[MambaStack.__init__.__module__])["TENorm"] = WrappedTorchNorm
 
 
 def rearrange(tensor: "torch.Tensor", pattern: str) -> "torch.Tensor":

@@ -39,6 +39,8 @@ WORLD = 4
 REPOSITORY = Path(__file__).parents[1]
 REPLY = "megatron-oracle "
 TIMEOUT = timedelta(seconds=60)
+DEPRECATED = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
+"""Fields of GPU kernels that compute nothing. Core 0.19 refuses the defaults that older releases saved: they differ."""
 
 
 class OracleFailed(Exception):
@@ -203,7 +205,21 @@ def run_on_cpu() -> contextlib.AbstractContextManager[Any]:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     moe_utils.te_general_gemm = None
     CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    _forget_strides()
     return OnCpu()
+
+
+def _forget_strides() -> None:
+    """Core up to 0.19 passes every property of a distributed tensor to torch.empty. From torch 2.15 on, strides are one."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    set_all: Any = TensorProperties.__setstate__
+
+    def set_others(self: Any, state: Any) -> None:
+        set_all(self, state)
+        vars(self).pop("strides", None)
+
+    TensorProperties.__setstate__ = set_others  # type: ignore[method-assign]
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:
@@ -259,7 +275,9 @@ def transformer_config(args: Namespace) -> "TransformerConfig":
 
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     known: dict[str, Any] = {
-        item.name: getattr(args, item.name) for item in fields(kind) if hasattr(args, item.name)
+        item.name: getattr(args, item.name)
+        for item in fields(kind)
+        if hasattr(args, item.name) and item.name not in DEPRECATED
     }
     known |= {
         "layernorm_zero_centered_gamma": False,  # see as_others_do

@@ -4,7 +4,7 @@ A checkpoint's `args` come from Megatron-LM's parser. Megatron core takes every 
 it finds there by name. Therefore all fields of TransformerConfig, its bases and subclasses are listed, and all
 arguments of the parser. Each is in READ, in REFUSED, or in harmless.HARMLESS.
 
-Sources: the configuration classes and the code that uses them, in the wheels of megatron-core 0.12.0 to 0.16.1 and in
+Sources: the configuration classes and the code that uses them, in the wheels of megatron-core 0.12.0 to 0.19.2 and in
 Megatron-LM's tags core_v0.17.0 to core_v0.19.0, and main at d98e8a64ddf3; the parser in the tags v1.0 to core_v0.19.0
 and the same commit. tests/megatron/test_known_arguments.py compares them (tests/megatron_fields.py says how to add a release).
 """
