@@ -276,3 +276,23 @@ def test_keys_of_mistral_4_that_follow_from_others_have_to_agree(
 def test_a_kolibri_without_a_window_is_refused_by_name() -> None:
     with pytest.raises(UnknownFamily, match="sliding_window None is not supported"):
         families()["kolibri1"].read_hf(raw_config("kolibri1", sliding_window=None))
+
+
+@pytest.mark.parametrize("value", [-1e-6, -1.0])
+@pytest.mark.parametrize("family", ["llama", "apertus", "falcon_mamba"])
+def test_an_epsilon_with_which_no_norm_computes_is_refused(family: str, value: float) -> None:
+    key = "layer_norm_epsilon" if family == "falcon_mamba" else "rms_norm_eps"
+    with pytest.raises(CorruptCheckpoint, match=f"{key}.*0 or more"):
+        families()[family].read_hf({**raw_config(family), key: value})
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -5000.0])
+@pytest.mark.parametrize("family", ["llama", "apertus"])
+def test_a_rotary_base_without_frequencies_is_refused(family: str, value: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": value}
+    for keys in ({"rope_parameters": rope}, {"rope_theta": value}):
+        raw = {**raw_config(family), **keys}
+        if "rope_theta" in keys:
+            raw.pop("rope_parameters", None)
+        with pytest.raises(CorruptCheckpoint, match="rope_theta should be a positive number"):
+            families()[family].read_hf(raw)

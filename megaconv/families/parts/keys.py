@@ -348,6 +348,22 @@ def by_own_names(raw: Raw, aliases: Mapping[str, str]) -> Raw:
     return found
 
 
+def _require_computable(found: Fields, names: str) -> None:
+    """Raise CorruptCheckpoint for a number with which no layer computes: a root of a negative number, or powers of one.
+
+    names: the keys that gave the fields.
+    """
+    epsilon, theta = found.get("norm.epsilon"), found.get("positions.theta")
+    if isinstance(epsilon, float) and epsilon < 0:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {names}: the epsilon of norms should be 0 or more, found {epsilon}; correct it"
+        )
+    if isinstance(theta, float) and theta <= 0:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {names}: rope_theta should be a positive number, found {theta}; correct it"
+        )
+
+
 def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:
     """The model that a config.json describes.
 
@@ -363,7 +379,9 @@ def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: 
     for each in keys:
         present = ", ".join(name for name in each.names if name in raw)
         with well_formed(f"{CONFIG_NAME}: {present}" if present else CONFIG_NAME):
-            given |= each.read(raw)
+            found = each.read(raw)
+        _require_computable(found, present)
+        given |= found
     return from_fields(family, given, dict(raw))
 
 
