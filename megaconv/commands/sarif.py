@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 from megaconv._version import __version__
 from megaconv.commands.scanning import Scan
+from megaconv.errors import UsageError
+from megaconv.local_paths import require_place
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _RULES = {
@@ -34,6 +36,22 @@ class _Result(NamedTuple):
     rule: str
     file: str
     text: str
+
+
+def require_findings(option: str, file: Path) -> None:
+    """Check the place of the findings. Older findings are replaced, and no other file. Raises UsageError."""
+    require_place(option, file)
+    if file.is_file() and file.stat().st_size and not _is_sarif(file):
+        raise UsageError(
+            f"{option} {file}: exists and holds no findings in SARIF, which alone are replaced; choose another name"
+        )
+
+
+def _is_sarif(file: Path) -> bool:
+    # Documents begin with the address of SARIF's schema.
+    with file.open("rb") as opened:
+        start = opened.read(4096).lstrip()
+    return start.startswith(b"{") and b"sarif" in start
 
 
 def sarif_json(found: Scan) -> bytes:

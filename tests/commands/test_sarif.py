@@ -111,6 +111,16 @@ def test_the_place_of_the_findings_is_checked_before_the_scan(
     assert_refused(run("scan", tmp_path / "no model", "--sarif", place), 2, expected)
 
 
+def test_only_older_findings_are_replaced(hostile: Path) -> None:
+    weights = hostile / "model.safetensors"
+    before = weights.read_bytes()
+    words = "exists and holds no findings in SARIF"
+    assert_refused(run("scan", hostile, "--sarif", weights), 2, words)
+    assert weights.read_bytes() == before
+    for _ in range(2):
+        assert run("scan", hostile, "--sarif", "found.sarif").status == 6
+
+
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
     """A directory with the command `megaconv`, for PATH."""

@@ -10,7 +10,7 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
-from megaconv.local_paths import local_path, require_place
+from megaconv.local_paths import local_path
 from megaconv.terminal import show
 
 _VERDICTS = {0: "nothing that runs code, no faults", 3: "no code was found; faults", 6: "unsafe"}
@@ -41,7 +41,9 @@ def scan(
     from megaconv.commands.scanning import scan as run
 
     if sarif is not None:
-        require_place("--sarif", sarif)
+        from megaconv.commands.sarif import require_findings
+
+        require_findings("--sarif", sarif)
     found = run(path)
     if sarif is not None:
         from megaconv.commands.sarif import sarif_json
