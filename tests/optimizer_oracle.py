@@ -105,6 +105,7 @@ def stand_in() -> Any:
             betas: Any,
             eps: float,
             adam_w_mode: bool,
+            capturable: bool = False,  # from core 0.19 on
         ) -> None:
             super().__init__(
                 params,
