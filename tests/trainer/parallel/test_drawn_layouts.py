@@ -9,8 +9,10 @@ from random import Random
 import pytest
 import torch
 
+from megaconv.errors import LayoutError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
+from megaconv.model.sharding import rank_sizes
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
@@ -82,7 +84,7 @@ def draw(seed: int) -> Drawn:
     model = choice(sorted(MODELS))
     config = MODELS[model]
     experts = config.experts.count
-    largest_tp = 2 if model in WITH_TWO_KV_HEADS else 4
+    largest_tp = 2 if model in WITH_TWO_KV_HEADS or not _is_sharded_by_four(config) else 4
     sizes = [each for each in product((1, 2, 4), repeat=4) if prod(each) == 4]
     tp, pp, cp, dp = choice([each for each in sizes if each[0] <= largest_tp])
     ep, etp = _draw_expert_sizes(chance, config, tp * cp * dp) if experts else (1, 1)
@@ -123,6 +125,15 @@ def draw(seed: int) -> Drawn:
         loss_rows=choice((None, 3)),
         zero=choice((1, 2, 3) if pp == 1 else (1, 3)),
     )
+
+
+def _is_sharded_by_four(config: ModelConfig) -> bool:
+    """True if the model's sizes can be divided over four tensor-parallel ranks."""
+    try:
+        rank_sizes(config, Layout(4))
+    except LayoutError:
+        return False
+    return True
 
 
 def _draw_expert_sizes(chance: Random, config: ModelConfig, ranks: int) -> tuple[int, int]:
