@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.wide import wide
 from megatron_lite.products.product import PLAIN, Product
 
 
@@ -213,26 +214,26 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        precise = wide(x)
+        norm = torch.linalg.vector_norm(precise, dim=-1, keepdim=True)
         inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(epsilon))
         ctx.save_for_backward(x, weight, inverse)
-        normed: Tensor = (wide * inverse).mul_(weight).to(x.dtype)
+        normed: Tensor = (precise * inverse).mul_(weight).to(x.dtype)
         return normed
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
         width = x.shape[-1]
-        rows = x.reshape(-1, width).float()
-        grads = grad.reshape(-1, width).float()
-        wide = weight.float()
+        rows = wide(x.reshape(-1, width))
+        grads = wide(grad.reshape(-1, width))
+        factors = wide(weight)
         each_inverse = inverse.view(-1)
         products = grads * rows
         dweight = torch.mv(products.t(), each_inverse)
-        along = torch.mv(products, wide)
+        along = torch.mv(products, factors)
         along.mul_(each_inverse.pow(3)).div_(width)
-        dx = grads * wide
+        dx = grads * factors
         dx.mul_(each_inverse.unsqueeze(-1))
         dx.addcmul_(rows, along.unsqueeze(-1), value=-1)
         return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None

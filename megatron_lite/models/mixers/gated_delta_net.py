@@ -29,6 +29,7 @@ from megatron_lite.models.state_space.kernels import delta_kernel
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Made, NormColumnLinear, RowLinear
+from megatron_lite.parallel.wide import wide
 
 EPSILON_OF_LENGTHS = 1e-6
 """Is added to the squared lengths of q and k."""
@@ -53,9 +54,9 @@ class HeadNorm(nn.Module):
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
         """y, gate [tokens, batch, heads, width] -> the same shape, in y's dtype."""
-        weight = self.weight.float() + 1 if self.zero_centered else self.weight.float()
-        normed = F.rms_norm(y.float(), y.shape[-1:], weight, self.epsilon)
-        return (normed * self.gate(gate.float())).to(y.dtype)
+        weight = wide(self.weight) + 1 if self.zero_centered else wide(self.weight)
+        normed = F.rms_norm(wide(y), y.shape[-1:], weight, self.epsilon)
+        return (normed * self.gate(wide(gate))).to(y.dtype)
 
 
 class GatedDeltaNet(nn.Module):
@@ -109,9 +110,9 @@ class GatedDeltaNet(nn.Module):
         documents = None if run.packed is None else run.packed.numbers
         before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
-        time_steps = F.softplus(forget.float() + dt_bias.float())
-        decay = -a_log.float().exp() * time_steps
-        beta = write.float().sigmoid() * self.most_written
+        time_steps = F.softplus(wide(forget) + wide(dt_bias))
+        decay = -wide(a_log).exp() * time_steps
+        beta = wide(write).sigmoid() * self.most_written
         y, state = self._scan(inner, decay, beta, run.packed, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
@@ -156,6 +157,6 @@ def in_heads(x: Tensor, width: int) -> Tensor:
 
 
 def of_length_one(x: Tensor) -> Tensor:
-    """Divide each head by its length, in float32."""
-    wide = x.float()
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPSILON_OF_LENGTHS)
+    """Divide each head by its length, in float32 or float64."""
+    precise = wide(x)
+    return precise * torch.rsqrt(precise.square().sum(-1, keepdim=True) + EPSILON_OF_LENGTHS)

@@ -33,6 +33,7 @@ from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_de
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
+from megatron_lite.parallel.wide import wide
 
 
 class KimiDeltaAttention(nn.Module):
@@ -101,9 +102,9 @@ class KimiDeltaAttention(nn.Module):
         documents = None if run.packed is None else run.packed.numbers
         before = None if run.cache is None else run.cache.states(self.layer)[0]
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
-        time_steps = F.softplus(forget.float() + dt_bias.float())
-        decay = -a_log.float().exp().unsqueeze(-1) * in_heads(time_steps, self.key_dim)
-        return inner, decay, write.float().sigmoid(), before
+        time_steps = F.softplus(wide(forget) + wide(dt_bias))
+        decay = -wide(a_log).exp().unsqueeze(-1) * in_heads(time_steps, self.key_dim)
+        return inner, decay, wide(write).sigmoid(), before
 
     def _scan(
         self,

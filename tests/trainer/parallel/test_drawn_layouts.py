@@ -146,12 +146,14 @@ def _draw_expert_sizes(chance: Random, config: ModelConfig, ranks: int) -> tuple
 def make_engine(drawn: Drawn) -> Engine:
     config, vpp = MODELS[drawn.model], len(drawn.stage_layers) // drawn.pp
     layout = Layout(drawn.tp, drawn.pp, vpp, drawn.ep, drawn.etp, stage_layers=drawn.stage_layers)
+    # Some of these models make a rounding of float32 a hundred times larger, which hides what a layout does.
     options = ModelOptions(
-        "float32", sequence_parallel=drawn.sequence, hidden_dropout=drawn.dropout, recompute=drawn.recompute,
+        "float64", sequence_parallel=drawn.sequence, hidden_dropout=drawn.dropout, recompute=drawn.recompute,
         context=drawn.context, dispatcher=drawn.dispatcher, balance=drawn.balance, loss_rows=drawn.loss_rows, vocab_divisor=4,
     )  # fmt: skip
+    # With a smaller eps, Adam makes whole steps of gradients that are only rounding.
     optimizer = OptimizerOptions(
-        betas=(0.9, 0.95), distributed=drawn.distributed, shards_gradients=drawn.distributed and drawn.zero > 1,
+        betas=(0.9, 0.95), eps=1e-4, distributed=drawn.distributed, shards_gradients=drawn.distributed and drawn.zero > 1,
         shards_parameters=drawn.distributed and drawn.zero > 2, bucket_elements=drawn.bucket_elements,
         overlap_grad_reduce=drawn.overlap_grad_reduce, overlap_param_gather=drawn.overlap_param_gather,
     )  # fmt: skip
