@@ -15,7 +15,7 @@ from megaconv.families.cohere import FAMILY as COHERE
 from megaconv.families.cohere import FIXED, command_keys
 from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, multiplier
-from megaconv.families.parts.layer_ropes import layer_ropes
+from megaconv.families.parts.layer_ropes import layer_ropes, length_of
 from megaconv.families.parts.windows import layer_types, windows_by_layer
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
@@ -36,7 +36,7 @@ def _read(raw: Raw) -> Fields:
     used = [kind for kind in (_FULL, _WINDOWED) if kind in kinds or stated.get(kind)]
     ropes = {kind: _rope_of(raw, kind) for kind in used}
     rotates = one_or_each(tuple(ropes[kind] is not None for kind in kinds))
-    return {"layers.window": found, "layers.rotates": rotates, **_rotation(ropes)}
+    return {"layers.window": found, "layers.rotates": rotates, **_rotation(ropes, length_of(raw))}
 
 
 def _rope_of(raw: Raw, kind: str) -> Mapping[str, Any] | None:
@@ -50,17 +50,17 @@ def _rope_of(raw: Raw, kind: str) -> Mapping[str, Any] | None:
     return rope and {key: value for key, value in rope.items() if key not in _OF_IMAGES}
 
 
-def _rotation(ropes: Mapping[str, Mapping[str, Any] | None]) -> Fields:
-    """Base and scaling, by the ropes of the kinds of layers that rotate."""
+def _rotation(ropes: Mapping[str, Mapping[str, Any] | None], around: Raw) -> Fields:
+    """Base and scaling, by the ropes of the kinds of layers that rotate. around: the key of the longest text."""
     rotating = {kind: rope for kind, rope in ropes.items() if rope is not None}
     if not rotating:
         return {"positions.theta": _THETA}
     one, *others = rotating.values()
     if others == [one] or not others:
         rotating = {_FULL: one, _WINDOWED: {"rope_theta": one.get("rope_theta", _THETA)}}
-        given = _ROPES.read({_ROPE: rotating})
+        given = _ROPES.read({**around, _ROPE: rotating})
         return {**given, "positions.local_theta": None}
-    return _ROPES.read({_ROPE: rotating})
+    return _ROPES.read({**around, _ROPE: rotating})
 
 
 def _write(config: ModelConfig) -> Raw:

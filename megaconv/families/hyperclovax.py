@@ -17,7 +17,7 @@ from megaconv.families.parts.keys import (
     factor,
     flags,
     multiplier,
-    need_number,
+    need_positive,
 )
 from megaconv.families.parts.norm_places import norms_at
 from megaconv.families.parts.row_changes import in_core
@@ -31,7 +31,7 @@ _BODY = decoder_keys(positions=2048, tokens=(1, 2, None))
 def _read_scale(raw: Raw) -> Fields:
     """The factor on attention scores; null means 1 / sqrt(head_dim)."""
     usual = _BODY[-1].read(raw)["attention.head_dim"] ** -0.5
-    scale = usual if raw.get(_MULTIPLIER) is None else need_number(raw, _MULTIPLIER, usual)
+    scale = usual if raw.get(_MULTIPLIER) is None else need_positive(raw, _MULTIPLIER, usual)
     return {"attention.scale": None if scale == usual else scale}
 
 

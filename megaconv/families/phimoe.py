@@ -5,12 +5,13 @@ says how near. Megatron core has no such router: these models are converted betw
 PhimoeConfig and modeling_phimoe.py of transformers 5.23.
 """
 
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.mixtral import FAMILY as MIXTRAL
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LAYER_NORM, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
 from megaconv.families.parts.experts import EXPERTS_WIDTH
-from megaconv.families.parts.keys import Fields, Keys, Raw, flags, need_number, size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_number, size
 from megaconv.families.parts.rope import rope_object
 from megaconv.families.parts.row_changes import (
     hf_only,
@@ -33,6 +34,12 @@ _LONGROPE, _LENGTH = longrope(1e6), "original_max_position_embeddings"
 def _read_rope(raw: Raw) -> Fields:
     """The class takes the training length from the object alone, and needs a factor for short and for long texts."""
     stated = rope_object(raw)
+    kind = stated.get("rope_type") or stated.get("type") or "default"
+    if kind not in ("default", "longrope"):
+        # Phi-3's reader takes the first names of longrope. This class scales by that name, and by longrope's factors too.
+        raise NotExpressible(
+            f"{CONFIG_NAME}: rope scaling {kind!r} is not supported in this architecture, only 'longrope' is"
+        )
     found = _LONGROPE.read(
         {**raw, _LENGTH: stated.get(_LENGTH, raw.get("max_position_embeddings"))}
     )

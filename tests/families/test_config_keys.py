@@ -296,3 +296,44 @@ def test_a_rotary_base_without_frequencies_is_refused(family: str, value: float)
             raw.pop("rope_parameters", None)
         with pytest.raises(CorruptCheckpoint, match="rope_theta should be a positive number"):
             families()[family].read_hf(raw)
+
+
+@pytest.mark.parametrize("family", ["granite", "granite_moe_hybrid", "hyperclovax"])
+@pytest.mark.parametrize(
+    "key", ["embedding_multiplier", "residual_multiplier", "attention_multiplier"]
+)
+@pytest.mark.parametrize("value", [0.0, -0.1])
+def test_a_factor_that_no_model_learns_with_is_refused(family: str, key: str, value: float) -> None:
+    with pytest.raises(NotExpressible, match=f"{key}.*positive number"):
+        families()[family].read_hf(raw_config(family, **{key: value}))
+
+
+def test_phi_3_5_moe_with_another_scaling_than_longrope_is_refused() -> None:
+    """Its class multiplies every scaling by longrope's factors for short and long texts."""
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "short_mscale": 1.2,
+        "long_mscale": 1.3,
+    }
+    with pytest.raises(NotExpressible, match=r"'yarn' is not supported.*only 'longrope'"):
+        families()["phimoe"].read_hf(raw_config("phimoe", rope_scaling=None, rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", "mellum", "mimo_v2_flash", "cohere_compass_text"]
+)
+def test_yarn_of_one_kind_of_layers_begins_at_the_longest_text(family: str) -> None:
+    """As in transformers: without an original length, max_position_embeddings is it."""
+    raw = raw_config(family)
+    ropes = {
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    found = families()[family].read_hf({**raw, "rope_scaling": None, "rope_parameters": ropes})
+    assert found.positions.scaling is not None
+    assert (
+        found.positions.scaling["original_max_position_embeddings"]
+        == raw["max_position_embeddings"]
+    )

@@ -15,7 +15,7 @@ from megaconv.families.parts.keys import (
     Raw,
     count,
     factor,
-    need_number,
+    need_positive,
     need_size,
     require_each_layer,
 )
@@ -32,7 +32,7 @@ _MULTIPLIER = "attention_multiplier"
 def _read_scale(raw: Raw) -> Fields:
     """The factor on attention scores."""
     heads = _HEADS[-1].read(raw)
-    scale = need_number(raw, _MULTIPLIER, 1.0)
+    scale = need_positive(raw, _MULTIPLIER, 1.0)
     return {"attention.scale": None if scale == heads["attention.head_dim"] ** -0.5 else scale}
 
 

@@ -174,6 +174,16 @@ def need_number(raw: Raw, key: str, default: float) -> float:
     return float(value)
 
 
+def need_positive(raw: Raw, key: str, default: float) -> float:
+    """The number of a key, which is above 0. Raises NotExpressible for another number."""
+    value = need_number(raw, key, default)
+    if value <= 0:
+        raise NotExpressible(
+            f"{CONFIG_NAME}: {key} {value} is not supported in this architecture; expected a positive number"
+        )
+    return value
+
+
 def require_each_layer(key: str, listed: Sequence[Any], layers: int) -> None:
     """Raise CorruptCheckpoint unless a key has one value for each layer."""
     if len(listed) != layers:
@@ -214,15 +224,11 @@ def number(key: str, field: str, default: float) -> Keys:
 def positive_number(key: str, field: str, default: float) -> Keys:
     """A number above 0. Another one would compute something else in transformers' class."""
 
-    def read(raw: Raw) -> Fields:
-        value = need_number(raw, key, default)
-        if value <= 0:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {key} {value} is not supported in this architecture; expected a positive number"
-            )
-        return {field: value}
-
-    return Keys((key,), read, lambda config: {key: value_of(config, field)})
+    return Keys(
+        (key,),
+        lambda raw: {field: need_positive(raw, key, default)},
+        lambda config: {key: value_of(config, field)},
+    )
 
 
 def only_in_files(values: Raw) -> Keys:
@@ -250,10 +256,10 @@ def maybe_number(key: str, field: str, default: float | None) -> Keys:
 
 
 def factor(key: str, field: str) -> Keys:
-    """A factor. The field is None for the factor 1, which is also the default."""
+    """A factor above 0. The field is None for the factor 1, which is also the default."""
 
     def read(raw: Raw) -> Fields:
-        value = need_number(raw, key, 1.0)
+        value = need_positive(raw, key, 1.0)
         return {field: None if value == 1 else value}
 
     def write(config: ModelConfig) -> Raw:
@@ -353,15 +359,16 @@ def _require_computable(found: Fields, names: str) -> None:
 
     names: the keys that gave the fields.
     """
-    epsilon, theta = found.get("norm.epsilon"), found.get("positions.theta")
+    epsilon = found.get("norm.epsilon")
     if isinstance(epsilon, float) and epsilon < 0:
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: {names}: the epsilon of norms should be 0 or more, found {epsilon}; correct it"
         )
-    if isinstance(theta, float) and theta <= 0:
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {names}: rope_theta should be a positive number, found {theta}; correct it"
-        )
+    for theta in (found.get("positions.theta"), found.get("positions.local_theta")):
+        if isinstance(theta, float) and theta <= 0:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {names}: rope_theta should be a positive number, found {theta}; correct it"
+            )
 
 
 def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:

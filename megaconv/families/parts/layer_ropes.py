@@ -14,7 +14,7 @@ from megaconv.model.config import ModelConfig
 
 _KINDS = ("full_attention", "sliding_attention")
 _LOCAL = "rope_local_base_freq"
-_PERCENT = "partial_rotary_factor"
+_PERCENT, _LENGTH = "partial_rotary_factor", "max_position_embeddings"
 
 Rope = tuple[float, dict[str, Any] | None]
 """(base, scaling)."""
@@ -80,7 +80,7 @@ def partial_layer_ropes(
 
     def read(raw: Raw) -> Fields:
         stated = raw.get("rope_parameters") or usual
-        found = ropes.read({"rope_parameters": stated})
+        found = ropes.read({**length_of(raw), "rope_parameters": stated})
         shares = [need_number(stated.get(kind) or {}, _PERCENT, missing_share) for kind in _KINDS]
         own = None if shares[1] == shares[0] else shares[1]
         return {
@@ -112,10 +112,16 @@ def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Ro
     scaled = {**full, **(raw.get("rope_scaling") or {})}
     base = need_number(raw, "rope_theta", theta)
     local_base = theta if local_theta is None else need_number(raw, _LOCAL, local_theta)
+    around = length_of(raw)
     return (
-        read_rope({"rope_parameters": scaled}, base),
-        read_rope({"rope_parameters": windowed}, local_base),
+        read_rope({**around, "rope_parameters": scaled}, base),
+        read_rope({**around, "rope_parameters": windowed}, local_base),
     )
+
+
+def length_of(raw: Raw) -> Raw:
+    """The key of the longest text, to which some scalings refer, if config.json has it."""
+    return {_LENGTH: raw[_LENGTH]} if _LENGTH in raw else {}
 
 
 def _require_kinds(stated: Any) -> None:
