@@ -6,10 +6,10 @@ import pytest
 
 import megaconv
 from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_gemma_4_runs import (
+from tests.trainer.loop.moving_runs import (
     FINETUNE,
-    assert_transformers_computes_the_same,
-    losses,
+    assert_goes_back_unchanged,
+    assert_goes_on_elsewhere,
 )
 from tests.transformers_oracle import APERTUS, create
 
@@ -27,17 +27,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     source: Path, tmp_path: Path
 ) -> None:
-    command = f"finetune --load {source} --resume --save run {FINETUNE}"
-    for place in ("one", "moved"):
-        (tmp_path / place).mkdir()
-    one = train(tmp_path / "one", 1, command)
-    assert "Megatron core has no modules for this model" in one.log(0)
-    for words, last in zip(LAYOUTS, ("--exit-interval 2", ""), strict=True):
-        train(tmp_path / "moved", 2, f"{command} {words} {last}")
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    megaconv.convert(tmp_path / "moved" / "run", tmp_path / "back", saver="hf")
-    assert_transformers_computes_the_same(tmp_path / "moved" / "run", tmp_path / "back")
-    diff = megaconv.diff(tmp_path / "back", source)
+    exported = assert_goes_on_elsewhere(source, tmp_path, LAYOUTS)
+    diff = megaconv.diff(exported, source)
     changed = {item.key.name.rpartition(".act.")[2] for item in diff.differences}
     assert {"alpha_p", "alpha_n"} < changed
     assert changed.isdisjoint(("beta", "eps"))
@@ -55,6 +46,4 @@ def test_adapters_change_matrices_alone(source: Path, tmp_path: Path) -> None:
 def test_a_run_that_learns_nothing_goes_back_to_the_same_files(
     source: Path, tmp_path: Path
 ) -> None:
-    train(tmp_path, 1, f"finetune --load {source} --save run {FINETUNE} --lr 0 --train-iters 1")
-    megaconv.convert(tmp_path / "run", tmp_path / "back", saver="hf")
-    assert megaconv.diff(tmp_path / "back", source).same
+    assert_goes_back_unchanged(source, tmp_path)

@@ -7,26 +7,13 @@ import torch
 
 import megaconv
 from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_manners import metrics
-from tests.trainer.parallel.changed_configurations import TOKENS, logits_of_the_trainer
-from tests.transformers_oracle import GEMMAS_4, VOCAB, compute, create, load
+from tests.trainer.loop.moving_runs import FINETUNE, assert_goes_on_elsewhere
+from tests.trainer.parallel.changed_configurations import TOKENS
+from tests.transformers_oracle import GEMMAS_4, compute, create, load
 
 pytestmark = pytest.mark.oracle
-FINETUNE = (
-    f"--mock-data --seq-length 16 --tokenizer-type NullTokenizer --vocab-size {VOCAB - 1} --global-batch-size 4 --lr 1e-3 --fp32 "
-    "--log-interval 1 --eval-iters 0 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --train-iters 4"
-)
 DENSE, MIXTURE = "gemma4_unified_text", "gemma4_text, experts"
 LAYER_INPUTS = "gemma4_text, layer inputs"
-
-
-def losses(directory: Path) -> list[float]:
-    return [line["loss"] for line in metrics(directory)]
-
-
-def assert_transformers_computes_the_same(run: Path, exported: Path) -> None:
-    expected, found = compute(load(exported), TOKENS), logits_of_the_trainer(run)
-    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize(
@@ -34,32 +21,22 @@ def assert_transformers_computes_the_same(run: Path, exported: Path) -> None:
     [
         pytest.param(
             DENSE,
-            [(2, "--tp 2 --sequence-parallel --ckpt-format torch"), (2, "--pp 2")],
+            ["--tp 2 --sequence-parallel --ckpt-format torch", "--pp 2"],
             marks=pytest.mark.slow,
         ),
-        (LAYER_INPUTS, [(2, "--tp 2 --ckpt-format torch --recompute-activations"), (2, "--pp 2")]),
+        (LAYER_INPUTS, ["--tp 2 --ckpt-format torch --recompute-activations", "--pp 2"]),
         pytest.param(
             MIXTURE,
-            [(2, "--ep 2 --use-distributed-optimizer"), (2, "--tp 2 --sequence-parallel")],
+            ["--ep 2 --use-distributed-optimizer", "--tp 2 --sequence-parallel"],
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
-    name: str, layouts: list[tuple[int, str]], tmp_path: Path
+    name: str, layouts: list[str], tmp_path: Path
 ) -> None:
     create(GEMMAS_4[name], tmp_path / "hf")
-    command = f"finetune --load {tmp_path / 'hf'} --resume --save run {FINETUNE}"
-    for place in ("one", "moved"):
-        (tmp_path / place).mkdir()
-    one = train(tmp_path / "one", 1, command)
-    assert "Megatron core has no modules for this model" in one.log(0)
-    for (size, words), last in zip(layouts, ("--exit-interval 2", ""), strict=True):
-        train(tmp_path / "moved", size, f"{command} {words} {last}")
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    megaconv.convert(tmp_path / "moved" / "run", tmp_path / "back", saver="hf")
-    assert_transformers_computes_the_same(tmp_path / "moved" / "run", tmp_path / "back")
-    assert megaconv.diff(tmp_path / "back", tmp_path / "hf").differences
+    assert_goes_on_elsewhere(tmp_path / "hf", tmp_path, layouts)
 
 
 def test_adapters_are_merged_into_the_matrices_that_a_layer_has(tmp_path: Path) -> None:

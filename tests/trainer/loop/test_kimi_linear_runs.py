@@ -6,10 +6,10 @@ import pytest
 
 import megaconv
 from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_gemma_4_runs import (
+from tests.trainer.loop.moving_runs import (
     FINETUNE,
-    assert_transformers_computes_the_same,
-    losses,
+    assert_goes_back_unchanged,
+    assert_goes_on_elsewhere,
 )
 from tests.transformers_oracle import KIMIS, create, load
 from tests.whole_models import weights
@@ -38,17 +38,7 @@ def adapter_modules(saved: Path) -> set[str]:
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     source: Path, tmp_path: Path
 ) -> None:
-    command = f"finetune --load {source} --resume --save run {FINETUNE}"
-    for place in ("one", "moved"):
-        (tmp_path / place).mkdir()
-    one = train(tmp_path / "one", 1, command)
-    assert "Megatron core has no modules for this model" in one.log(0)
-    for words, last in zip(LAYOUTS, ("--exit-interval 2", ""), strict=True):
-        train(tmp_path / "moved", 2, f"{command} {words} {last}")
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    megaconv.convert(tmp_path / "moved" / "run", tmp_path / "back", saver="hf")
-    assert_transformers_computes_the_same(tmp_path / "moved" / "run", tmp_path / "back")
-    assert megaconv.diff(tmp_path / "back", source).differences
+    assert_goes_on_elsewhere(source, tmp_path, LAYOUTS)
 
 
 def test_adapters_change_matrices_alone(source: Path, tmp_path: Path) -> None:
@@ -68,7 +58,6 @@ def test_adapters_change_matrices_alone(source: Path, tmp_path: Path) -> None:
 def test_a_run_that_learns_nothing_goes_back_to_the_same_files(
     source: Path, tmp_path: Path
 ) -> None:
-    words = "--lr 0 --train-iters 1 --moe-router-bias-update-rate 0"
-    train(tmp_path, 2, f"finetune --load {source} --save run {FINETUNE} {words} --pp 2")
-    megaconv.convert(tmp_path / "run", tmp_path / "back", saver="hf")
-    assert megaconv.diff(tmp_path / "back", source).same
+    assert_goes_back_unchanged(
+        source, tmp_path, "--moe-router-bias-update-rate 0 --pp 2", processes=2
+    )

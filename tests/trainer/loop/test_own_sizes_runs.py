@@ -4,13 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import megaconv
-from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_gemma_4_runs import (
-    FINETUNE,
-    assert_transformers_computes_the_same,
-    losses,
-)
+from tests.trainer.loop.moving_runs import assert_goes_back_unchanged, assert_goes_on_elsewhere
 from tests.transformers_oracle import LFMS_3, OWN_SIZES, create
 
 pytestmark = pytest.mark.oracle
@@ -21,11 +15,7 @@ LAYOUTS = ("--tp 2 --sequence-parallel --ckpt-format torch", "--pp 2 --recompute
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_that_learns_nothing_goes_back_to_the_same_files(name: str, tmp_path: Path) -> None:
     create(MODELS[name], tmp_path / "hf")
-    command = f"finetune --load hf --save run {FINETUNE} --lr 0 --weight-decay 0 --train-iters 1 --moe-router-bias-update-rate 0"
-    log = train(tmp_path, 1, command).log(0)
-    assert "Megatron core has no modules for this model" in log
-    megaconv.convert(tmp_path / "run", tmp_path / "back", saver="hf")
-    assert not megaconv.diff(tmp_path / "back", tmp_path / "hf").differences
+    assert_goes_back_unchanged(tmp_path / "hf", tmp_path, "--moe-router-bias-update-rate 0")
 
 
 @pytest.mark.slow
@@ -34,13 +24,4 @@ def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     name: str, tmp_path: Path
 ) -> None:
     create(MODELS[name], tmp_path / "hf")
-    command = f"finetune --load {tmp_path / 'hf'} --resume --save run {FINETUNE}"
-    for place in ("one", "moved"):
-        (tmp_path / place).mkdir()
-    train(tmp_path / "one", 1, command)
-    for words, last in zip(LAYOUTS, ("--exit-interval 2", ""), strict=True):
-        train(tmp_path / "moved", 2, f"{command} {words} {last}")
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    megaconv.convert(tmp_path / "moved" / "run", tmp_path / "back", saver="hf")
-    assert_transformers_computes_the_same(tmp_path / "moved" / "run", tmp_path / "back")
-    assert megaconv.diff(tmp_path / "back", tmp_path / "hf").differences
+    assert_goes_on_elsewhere(tmp_path / "hf", tmp_path, LAYOUTS)

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import megaconv
-from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_gemma_4_runs import (
-    FINETUNE,
-    assert_transformers_computes_the_same,
-    losses,
-)
+from tests.trainer.loop.moving_runs import assert_goes_back_unchanged, assert_goes_on_elsewhere
 from tests.transformers_oracle import BEYOND_MEGATRON, NAMED, create
 
 pytestmark = pytest.mark.oracle
@@ -26,10 +20,7 @@ LAYOUTS = ("--tp 2 --sequence-parallel", "--pp 2 --ckpt-format torch")
 @pytest.mark.parametrize("name", EACH)
 def test_a_run_that_learns_nothing_goes_back_to_the_same_files(name: str, tmp_path: Path) -> None:
     create((BEYOND_MEGATRON | NAMED)[name], tmp_path / "hf")
-    log = train(tmp_path, 1, f"finetune --load hf --save run {FINETUNE} --lr 0 --train-iters 1")
-    assert "Megatron core has no modules for this model" in log.log(0)
-    megaconv.convert(tmp_path / "run", tmp_path / "back", saver="hf")
-    assert megaconv.diff(tmp_path / "back", tmp_path / "hf").same
+    assert_goes_back_unchanged(tmp_path / "hf", tmp_path)
 
 
 @pytest.mark.slow
@@ -42,12 +33,4 @@ def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     # Ranks draw the dropout of attention's weights for other heads than a single process does.
     dropped = {key: 0.0 for key in raw if "dropout" in key}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(raw | dropped))
-    command = f"finetune --load {tmp_path / 'hf'} --resume --save run {FINETUNE}"
-    for place in ("one", "moved"):
-        (tmp_path / place).mkdir()
-    train(tmp_path / "one", 1, command)
-    for words, last in zip(LAYOUTS, ("--exit-interval 2", ""), strict=True):
-        train(tmp_path / "moved", 2, f"{command} {words} {last}")
-    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    megaconv.convert(tmp_path / "moved" / "run", tmp_path / "back", saver="hf")
-    assert_transformers_computes_the_same(tmp_path / "moved" / "run", tmp_path / "back")
+    assert_goes_on_elsewhere(tmp_path / "hf", tmp_path, LAYOUTS)
