@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.wide import wide
 from megatron_lite.products.product import PLAIN, Product
+from megatron_lite.products.wide import wide
 
 
 @dataclass(frozen=True)

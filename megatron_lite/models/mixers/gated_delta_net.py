@@ -29,7 +29,7 @@ from megatron_lite.models.state_space.kernels import delta_kernel
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Made, NormColumnLinear, RowLinear
-from megatron_lite.parallel.wide import wide
+from megatron_lite.products.wide import wide
 
 EPSILON_OF_LENGTHS = 1e-6
 """Is added to the squared lengths of q and k."""

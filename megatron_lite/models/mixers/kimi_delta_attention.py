@@ -33,7 +33,7 @@ from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_de
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
-from megatron_lite.parallel.wide import wide
+from megatron_lite.products.wide import wide
 
 
 class KimiDeltaAttention(nn.Module):
