@@ -34,16 +34,16 @@ class WrittenParts(NamedTuple):
 
 
 def written_parts(
-    products: Tensor, keys: Tensor, values: Tensor, strengths: Tensor
+    products: Tensor, keys: Tensor, values: Tensor, strengths: Tensor, into: Tensor
 ) -> WrittenParts:
     """Solve (1 + system) @ written = known for each chunk, where `known` depends on the state before the chunk.
 
     products [batch, chunks, heads, t, s]: of the keys of two tokens, scaled by `between`; keys [batch, chunks, heads,
-    chunk, key], scaled by `into`; values [batch, chunks, heads, chunk, value]; strengths (beta) [batch, chunks, heads,
-    chunk, 1].
+    chunk, key]; values [batch, chunks, heads, chunk, value]; strengths (beta) [batch, chunks, heads, chunk, 1]; into
+    [batch, chunks, heads, chunk, key or 1]: the factor of that name.
     """
     system = (products * strengths).tril(-1)
-    known = torch.cat((values * strengths, keys * strengths), -1)
+    known = torch.cat((values * strengths, keys * (strengths * into)), -1)
     # unitriangular: the solver takes the diagonal as 1.
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     alone, of_state = solved.split((values.shape[-1], keys.shape[-1]), -1)

@@ -71,7 +71,7 @@ def gated_delta_rule(
     key_of_head = keys.repeat_interleave(heads_per_key, 2)
     key_key = _products(keys, keys, heads_per_key)
     scaled = key_key * factors.between
-    parts = written_parts(scaled, key_of_head * factors.into, values, strengths)
+    parts = written_parts(scaled, key_of_head, values, strengths, factors.into)
     keys_at_end = key_of_head * factors.out
     before, written, last = pass_on(parts, keys_at_end, factors.through, state)
 

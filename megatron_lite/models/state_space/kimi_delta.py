@@ -53,7 +53,7 @@ def kimi_delta_rule(
     into, out, through = _factors(decay, bounds)
     decay = decay.transpose(2, 3)
     key_key = _within_documents(decayed_products(keys, keys, decay), bounds)
-    parts = written_parts(key_key, keys * into, values, strengths)
+    parts = written_parts(key_key, keys, values, strengths, into)
     before, written, last = pass_on(parts, keys * out, through, state)
 
     query_key = _within_documents(decayed_products(queries, keys, decay), bounds)
