@@ -91,6 +91,8 @@ class Layer(Residual):
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
+        # torch.compile stops at the attention of packed rows. Without this comparison, their graph would serve other rows too.
+        _ = run.packed is None
         entered = normed = x
         if self.mixer_name is not None:
             mixer = getattr(self, self.mixer_name)

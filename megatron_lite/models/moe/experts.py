@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,7 +24,17 @@ from megatron_lite.products.product import PLAIN, Product
 
 def activation_of(plan: Plan) -> Callable[..., Tensor]:
     """Return `activate`, compiled for any number of rows if layers are compiled."""
-    return torch.compile(activate, dynamic=True) if plan.options.compile else activate
+    if not plan.options.compile:
+        return activate
+    compiled = torch.compile(activate, dynamic=True)
+
+    def activated(x: Tensor, *others: Any, **how: Any) -> Tensor:
+        # A graph for any number of rows serves two and more; torch would compile another one for a single row.
+        chosen = compiled if len(x) > 1 else activate
+        made: Tensor = chosen(x, *others, **how)
+        return made
+
+    return activated
 
 
 class ExpertMatrix(nn.Module):
