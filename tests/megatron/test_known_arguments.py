@@ -25,6 +25,7 @@ from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.megatron.arguments.latent import LATENT_NORM_EPSILON
 from megaconv.megatron.arguments.mamba import LEAST_TIME_STEP
 from megaconv.megatron.arguments.read import from_arguments, read_layout
+from megaconv.megatron.arguments.router import BIAS_ON_LOGITS, RENORMALIZED
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.arguments.whole import HF_NAMES
 from megaconv.megatron.arguments.write import LEFT_OUT
@@ -102,6 +103,8 @@ def test_nothing_is_listed_that_no_release_has() -> None:
         LEAST_TIME_STEP,
         QK_NORM_WIDTH,
         UNPREDICTED,
+        RENORMALIZED,
+        BIAS_ON_LOGITS,
         INDEXER_ORDER,
         HF_NAMES,
         *OF_TASKS.split(),

@@ -57,6 +57,7 @@ _UNSETTABLE = (
     "final_logit_softcapping", "query_pre_attn_scalar", "hetereogenous_dist_checkpoint",
     "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon", "dsa_indexer_rotate_activation",
     "beta_fast", "beta_slow", "original_max_position_embeddings", "megaconv_qk_norm_width", "megaconv_unpredicted_tokens",
+    "megaconv_renormalized_experts", "megaconv_bias_on_logits",
 )  # fmt: skip
 _USUAL = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 

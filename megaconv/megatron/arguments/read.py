@@ -21,6 +21,7 @@ from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
 from megaconv.megatron.arguments.retrieval import NEEDED_OF_RETRIEVAL, read_retrieval
 from megaconv.megatron.arguments.rope import read_scaling
+from megaconv.megatron.arguments.router import read_own_router
 from megaconv.megatron.arguments.shown import warn_of_contradictions
 from megaconv.megatron.arguments.sparse import read_sparse
 from megaconv.model.ceilings import RANKS
@@ -292,6 +293,7 @@ def _experts(args: Namespace) -> dict[str, Any]:
         if softmax
         else given.get("experts.per_token") != 1,
         "experts.probs_on_input": bool(getattr(args, "moe_apply_probs_on_input", False)),
+        **read_own_router(args),
     }
 
 

@@ -19,6 +19,7 @@ from megaconv.megatron.arguments.mamba import mamba_arguments
 from megaconv.megatron.arguments.read import from_arguments, read_layout, tensor_fields
 from megaconv.megatron.arguments.retrieval import retrieval_arguments
 from megaconv.megatron.arguments.rope import write_scaling
+from megaconv.megatron.arguments.router import own_router_arguments, router_refusals
 from megaconv.megatron.arguments.run_arguments import LAYOUT, of_run, that_compute
 from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
@@ -26,7 +27,6 @@ from megaconv.model.fields import FIELDS, NOT_COMPUTED
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.meaning import lost_fields, require_kept
 from megaconv.model.naming import CORE
-from megaconv.model.subjects import RANKED_BY, Experts
 from megaconv.model.training import TrainingState
 
 LEFT_OUT = "megaconv_left_out"
@@ -206,6 +206,8 @@ def _refusals(
         "the model has rotary positions of neighbouring elements, or not in all layers, which Megatron's legacy models don't "
         "know: choose --saver core",
     )
+    if config.experts.count:
+        yield from router_refusals(config.experts, beside_config=beside_config)
 
 
 def _require_kept(
@@ -260,30 +262,8 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _require_representable_router(experts: Experts) -> None:
-    """Raise NotExpressible for a router that Megatron doesn't have."""
-    sums_up_in_megatron = experts.per_token > 1
-    if experts.score == "sigmoid" and experts.renormalize != sums_up_in_megatron:
-        raise NotExpressible(
-            "Megatron's sigmoid router makes the weights of several experts sum up to 1, and leaves that of a single one as it is; "
-            f"this model's, with {experts.per_token} a token, has experts.renormalize = {experts.renormalize}"
-        )
-    if experts.probs_on_input and experts.per_token > 1:
-        raise NotExpressible(
-            f"the model scales the input of {experts.per_token} experts a token; Megatron (moe_apply_probs_on_input) that of one"
-        )
-    has_groups = (experts.groups or 1) > 1
-    ranked_by_in_megatron = experts.per_token // (experts.group_topk or 1)
-    if has_groups and ranked_by_in_megatron != RANKED_BY:
-        raise NotExpressible(
-            f"Megatron ranks a group by its experts_per_token // router_group_topk best experts, this model by its best {RANKED_BY}: "
-            f"{experts.per_token} experts of {experts.group_topk} groups aren't {RANKED_BY} of each"
-        )
-
-
 def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
     experts = config.experts
-    _require_representable_router(experts)
     if not experts.count:
         return {
             "num_experts": None,
@@ -309,6 +289,7 @@ def _experts(config: ModelConfig, grouped: bool) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
         "moe_shared_expert_gate": experts.shared_gate,
         **({"moe_latent_size": experts.latent} if experts.latent else {}),
+        **own_router_arguments(experts),
     }
 
 

@@ -10,9 +10,9 @@ from tests.trainer.loop.moving_runs import assert_goes_back_unchanged, assert_go
 from tests.transformers_oracle import BEYOND_MEGATRON, NAMED, create
 
 pytestmark = pytest.mark.oracle
-QUICK = ("bloom", "gpt_neox_japanese")
+QUICK = ("bloom", "gpt_neox_japanese", "kolibri1", "cohere2_moe, sigmoid")
 MODELS = (*QUICK, "mpt", "xglm", "ctrl", "gptj", "codegen", "gpt_neo", "apertus, biases")
-"""ALiBi, sines, or other sets of biases."""
+"""ALiBi, sines, other sets of biases, or other routers."""
 EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 LAYOUTS = ("--tp 2 --sequence-parallel", "--pp 2 --ckpt-format torch")
 
@@ -20,11 +20,13 @@ LAYOUTS = ("--tp 2 --sequence-parallel", "--pp 2 --ckpt-format torch")
 @pytest.mark.parametrize("name", EACH)
 def test_a_run_that_learns_nothing_goes_back_to_the_same_files(name: str, tmp_path: Path) -> None:
     create((BEYOND_MEGATRON | NAMED)[name], tmp_path / "hf")
-    assert_goes_back_unchanged(tmp_path / "hf", tmp_path)
+    assert_goes_back_unchanged(tmp_path / "hf", tmp_path, "--moe-router-bias-update-rate 0")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bloom", "xglm", "gpt_neox_japanese"])
+@pytest.mark.parametrize(
+    "name", ["bloom", "xglm", "gpt_neox_japanese", "kolibri1", "cohere2_moe, sigmoid"]
+)
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     name: str, tmp_path: Path
 ) -> None:
