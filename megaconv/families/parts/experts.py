@@ -7,7 +7,8 @@ transformers 5 writes each layer's experts as one stacked tensor (`hf+stacked`).
 deepseek_experts.py. Their routed experts have Qwen's names.
 """
 
-from megaconv.families.parts.keys import Fields, Keys, Raw, flags, need_size, size
+from megaconv.errors import CorruptCheckpoint
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size, size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import per_layer
 from megaconv.model.table import Fused, Row, Stacked, StackedTransposed
@@ -92,7 +93,9 @@ def qwen_expert_keys(
             for layer in range(layers)
             if layer not in (dense or ()) and (layer + 1) % step == 0
         ]
-        found = raw.get("num_experts") or raw.get("num_local_experts") or count
+        found = _stated_count(raw, count)
+        if not found:
+            return {"experts.count": 0, "layers.mlp": "dense"}
         return {"experts.count": found, "layers.mlp": per_layer(chosen, layers, "experts", "dense")}
 
     def write(config: ModelConfig) -> Raw:
@@ -113,6 +116,20 @@ def qwen_expert_keys(
         size("moe_intermediate_size", "experts.ffn", width),
         flags("norm_topk_prob", ("experts.renormalize",), default=renormalize),
     )
+
+
+def _stated_count(raw: Raw, default: int) -> int:
+    """The number of experts under the first of its two names that has a value. 0 makes all layers dense."""
+    for key in ("num_experts", "num_local_experts"):
+        stated = raw.get(key)
+        if stated is None:
+            continue
+        if type(stated) is not int or stated < 0:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} should be a number, found {stated!r:.60}"
+            )
+        return stated
+    return default
 
 
 def _read_width(raw: Raw) -> Fields:
