@@ -156,17 +156,38 @@ def _read_layers(raw: Raw) -> Fields:
 
 
 def _write_layers(config: ModelConfig) -> Raw:
-    usual = config.attention
-    full = next((kind for kind in config.layers if kind.window is None), config.layers[-1])
+    tied = any(kind.keys_as_values for kind in config.layers)
     return {
         _TYPES: layer_types(config),
         _WINDOW: config.window or 512,
-        _HEAD_DIM: full.head_dim or usual.head_dim,
-        _KV_HEADS: full.kv_heads,
-        _TIED: any(kind.keys_as_values for kind in config.layers),
+        **_write_sizes(config, tied=tied),
+        _TIED: tied,
         SHARED_LAYERS: count_sharing(config),
         _DOUBLE: any(kind.ffn is not None for kind in config.layers),
     }
+
+
+def _write_sizes(config: ModelConfig, *, tied: bool) -> Raw:
+    """The keys for layers without a window, as published files have them; per_layer_config if they don't give all sizes.
+
+    tied: True if keys are values. Otherwise, the class ignores the key/value heads of layers without a window.
+    """
+    attention, layers = config.attention, config.layer_count
+    each = [
+        {
+            "head_dim": kind.head_dim or attention.head_dim,
+            "num_key_value_heads": kind.kv_heads or attention.kv_heads,
+        }
+        for kind in config.layers
+    ]
+    windowed = tuple(layer for layer, kind in enumerate(config.layers) if kind.window is not None)
+    full = next((kind for kind in config.layers if kind.window is None), config.layers[-1])
+    short = {_HEAD_DIM: full.head_dim or attention.head_dim, _KV_HEADS: full.kv_heads}
+    usual = {"head_dim": attention.head_dim, "num_key_value_heads": attention.kv_heads}
+    read_back = _sizes_of_layers({**short, _TIED: tied, "num_hidden_layers": layers}, windowed)
+    if each == [usual | read_back.get(str(layer), {}) for layer in range(layers)]:
+        return short
+    return {_EACH: {str(layer): sizes for layer, sizes in enumerate(each) if sizes != usual}}
 
 
 def _read_widths(raw: Raw) -> Fields:
