@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from formats.entry_check import Entry, EntryCheck, Readable
 from formats.errors import CorruptCheckpoint
+from formats.file_limit import is_limit, limit_reached
 from formats.partial_files import Origin, PartialFile, RemoteState
 from formats.partial_files import find as find_partial
 
@@ -121,7 +122,10 @@ class OpenedFiles:
             partial.abandon()
 
     def require_unchanged(self) -> None:
-        """Raise CorruptCheckpoint, with the file's name, if a file has changed."""
+        """Raise CorruptCheckpoint, with the file's name, if a file has changed.
+
+        Raises CheckpointError if no file can be opened any more, so that nobody knows.
+        """
         for path, state in self._states.items():
             try:
                 # Open the file again: only then does a network file system show its current state.
@@ -131,6 +135,8 @@ class OpenedFiles:
                 finally:
                     os.close(descriptor)
             except OSError as error:
+                if is_limit(error):
+                    raise limit_reached(path) from error
                 raise CorruptCheckpoint(
                     f"{path}: was there when it was opened, and can't be opened any more ({error.strerror}); {_AGAIN}"
                 ) from error

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from formats.ceilings import JSON_DEPTH, JSON_VALUE_BYTES, JSON_VALUES
-from formats.errors import CorruptCheckpoint
+from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.file_limit import is_limit, limit_reached
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.opened import note
 from formats.partial_files import fetch_whole
@@ -145,7 +146,9 @@ def _size(path: Path, status: os.stat_result) -> int:
     return status.st_size
 
 
-def _unreadable(path: Path, error: OSError | ValueError) -> CorruptCheckpoint:
+def _unreadable(path: Path, error: OSError | ValueError) -> CheckpointError:
+    if is_limit(error):
+        return limit_reached(path)
     # A ValueError: the name has a zero byte, or characters that no file system has.
     if isinstance(error, ValueError) or error.errno in (
         errno.ENOENT,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from formats.ceilings import AXES, AXIS
 from formats.entry_check import Entry, EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.file_limit import is_limit, limit_reached
 from formats.input_file import InputFile as InputFile
 from formats.lazy_numpy import Bytes as Bytes
 from formats.lazy_numpy import np
@@ -248,6 +249,8 @@ class StridedTensor:
             with os.fdopen(open_regular(self.file.path, holes=True), "rb") as file:
                 flat = np.memmap(file, np.uint8, "r", self.offset, (nbytes,))
         except (OSError, ValueError) as error:
+            if is_limit(error):
+                raise limit_reached(self.file.path) from error
             raise CorruptCheckpoint(
                 f"{self.file.path}: can't be read any more ({error}); was it changed?"
             ) from error

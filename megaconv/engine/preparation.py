@@ -1,11 +1,11 @@
 """Prepares a conversion: its report before the first byte is written, and its opened source."""
 
-import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from formats.file_limit import raise_file_limit
 from formats.rank_files import is_version
 from formats.stores.addresses import is_store
 from formats.tensor import ITEMSIZE, LazyTensor
@@ -363,16 +363,3 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
 
 def workers_of(options: ConvertOptions) -> int:
     return options.workers or default_workers(writing=True)
-
-
-def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit.
-
-    Large layouts have more rank files than the usual soft limit.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (ValueError, OSError):
-            return

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import blake3
 
 from formats.errors import CheckpointError
+from formats.file_limit import is_limit, limit_reached
 from formats.full_writes import write_at
 from megaconv.errors import UsageError
 
@@ -110,6 +111,8 @@ class BlockCache:
             with _opening, self._locked(0):
                 self._file = self._opened(directory / "blocks.cache")
         except OSError as error:
+            if is_limit(error):
+                raise limit_reached(directory) from error
             raise CheckpointError(
                 f"{directory}: can't be written: {error.strerror}; give a --data-cache-path where there is space and permission"
             ) from error

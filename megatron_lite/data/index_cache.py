@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.file_limit import is_limit, limit_reached
 
 Arrays = Sequence[NDArray[Any]]
 
@@ -52,12 +53,16 @@ def cached(
                 if not place.is_dir():
                     _store(dict(zip(names, build(), strict=True)), place)
     except OSError as error:
+        if is_limit(error):
+            raise limit_reached(place) from error
         raise CheckpointError(
             f"{place}: can't be written: {error.strerror}; give a --data-cache-path where there is space and permission"
         ) from error
     try:
         return [np.load(place / f"{name}.npy", mmap_mode="r").view(np.ndarray) for name in names]
     except (OSError, ValueError, EOFError) as error:
+        if is_limit(error):
+            raise limit_reached(place) from error
         raise CorruptCheckpoint(
             f"{place}: a cached index is damaged ({error}); delete this directory"
         ) from error

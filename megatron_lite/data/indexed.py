@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
+from formats.file_limit import is_limit, limit_reached
 from megatron_lite.data.tokens import Documents, TokenDtype, Tokens
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -203,10 +204,15 @@ def _meant(path: Path) -> str:
 
 
 def _map(path: Path) -> mmap.mmap | bytes:
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return b""  # mmap refuses an empty file
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with path.open("rb") as file:
+            if not path.stat().st_size:
+                return b""  # mmap refuses an empty file
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        if is_limit(error):
+            raise limit_reached(path) from error
+        raise CorruptCheckpoint(f"{path}: can't be read: {error.strerror}") from error
 
 
 def _read_header(path: str, index: mmap.mmap | bytes) -> tuple[TokenDtype, int, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import blake3
 
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.file_limit import is_limit, limit_reached
 from formats.full_writes import write_at
 from formats.partial_files import RemoteState
 from formats.stores.addresses import Address, is_store
@@ -160,6 +161,8 @@ def _local_index(index: _Object, directory: Path) -> Path:
                 if not path.is_file():
                     _fetch_whole(index, path)
     except OSError as error:
+        if is_limit(error):
+            raise limit_reached(path) from error
         raise CheckpointError(
             f"{path}: can't be written: {error.strerror}; give a --data-cache-path where there is space and permission"
         ) from error

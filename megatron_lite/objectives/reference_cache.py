@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import megaconv
 from formats.errors import CheckpointError
+from formats.file_limit import is_limit, limit_reached
 from megatron_lite.data.finetuning.dataset import PairDataset
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.settings.options import ModelOptions
@@ -76,6 +77,8 @@ def read(path: Path, wanted: MadeOf, pairs: NDArray[np.int64]) -> tuple[Values |
         with np.load(path, allow_pickle=False) as file:
             values, found = np.array(file["values"]), json.loads(str(file["made_of"]))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        if is_limit(error):
+            raise limit_reached(path) from error
         return None, f"is damaged ({error})"
     others = [
         name
