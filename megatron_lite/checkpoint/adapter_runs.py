@@ -25,7 +25,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
 from megatron_lite.checkpoint.peft import adapter_files, read_adapter, safetensors_bytes
-from megatron_lite.checkpoint.same_run import check_same_start
+from megatron_lite.checkpoint.same_run import STATE, check_same_start
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
@@ -34,7 +34,7 @@ from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Lora
 from megatron_lite.settings.options import LoRA
 
-OPTIMIZER, STATE = "optimizer.safetensors", "trainer_state.json"
+OPTIMIZER = "optimizer.safetensors"
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megaconv.model.training import ADAM, MASTER, SGD
 from megaconv.store_inputs import is_store
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.places import holds_checkpoint, readable
-from megatron_lite.checkpoint.same_run import check_same_run
+from megatron_lite.checkpoint.same_run import check_same_run, refuse_adapters
 from megatron_lite.checkpoint.state import (
     Progress,
     read_arguments,
@@ -67,6 +67,7 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     weights_alone = finetune or saving.finetune or settings.lora.wanted or from_bert
     saved = saving.save if saving.save and holds_checkpoint(saving.save) else None
     if saved is not None and saving.resume and not settings.lora.wanted:
+        refuse_adapters(saved, Path(readable(saved)))
         start = _open(saved, settings, continued=True)
         check_same_run(settings, saved, start.arguments)
         return start

@@ -1,12 +1,21 @@
-"""Checks that `finetune MODEL DATA` continues its own run, because this form resumes without being asked to."""
+"""Checks that a run continues one of its own kind: the same model and objective, and adapters only if it trains adapters.
+
+`finetune MODEL DATA` resumes without being asked to, and names its model and objective each time.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from formats import rank_files
+from formats.ceilings import CONFIG_BYTES
+from formats.regular_files import read_json
+from megaconv.adapters.peft_files import CONFIG
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Settings
 
+STATE = "trainer_state.json"
+"""The file with the progress of a run that trains adapters."""
 _REMEDY = "choose another directory for --save, or pass what that run was given"
 
 
@@ -35,3 +44,17 @@ def check_same_start(settings: Settings, saved: str, before: str | None) -> None
 def _last_name(place: str | None) -> str:
     """The last part of a path or Hub id. It stays if the directory is moved, or spelled in another way."""
     return "" if place is None else Path(place).name
+
+
+def refuse_adapters(saved: str, root: Path) -> None:
+    """Raise UsageError if the run under `root` trains adapters, for a run that trains all weights.
+
+    saved: the place as --save spells it.
+    """
+    version = rank_files.find_version(root)
+    if version is None or not (version / STATE).is_file():
+        return
+    rank = read_json(version / CONFIG, CONFIG_BYTES).get("r")
+    raise UsageError(
+        f"--save {saved}: holds a run that trains adapters; pass --lora-rank {rank} to continue it, or choose another directory"
+    )

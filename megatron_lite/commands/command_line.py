@@ -58,9 +58,8 @@ def run(arguments: Sequence[str]) -> None:
 
         print(f"megatron-lite {__version__}")
         sys.exit(0)
-    from formats.file_limit import (
-        raise_file_limit,
-    )  # only megaconv makes sure that it is this `formats`
+    # megaconv's import makes sure that this is its own `formats`.
+    from formats.file_limit import raise_file_limit
 
     raise_file_limit()
     import numpy  # noqa: F401 - torch imports it too, and would ignore a Ctrl-C that arrives meanwhile

@@ -105,6 +105,18 @@ def test_flags_that_contradict_each_other_are_refused(
     assert words in refused(tmp_path, f"{WORDS} --train-iters 2 {flags}")
 
 
+def test_a_run_of_adapters_is_not_continued_without_their_rank(tmp_path: Path) -> None:
+    words = "--save ckpt: holds a run that trains adapters; pass --lora-rank 4 to continue it"
+    train(tmp_path, 1, f"{FRESH} --train-iters 1 --save ckpt")
+    command = f"{WORDS} --train-iters 2 --save ckpt --resume"
+    assert words in refused(tmp_path, command)
+    assert words in refused(tmp_path, f"{command} --lora-alpha 8")
+    (tmp_path / "data.jsonl").write_text('{"text": "1 2 3"}\n' * 8)
+    assert words in refused(tmp_path, f"finetune {BASE} data.jsonl --save ckpt")
+    again = train(tmp_path, 1, f"{command} --lora-rank 4")
+    assert "continuing after step 1, 4 samples" in again.log(0)
+
+
 def test_a_base_is_needed_and_another_runs_checkpoint_is_kept(tmp_path: Path) -> None:
     without = WORDS.replace(f"--load {BASE} ", "")
     assert "--lora-rank needs --load" in refused(
