@@ -66,6 +66,7 @@ WITH_STATES = {
     "fla.ops.gated_delta_rule": (
         "fla/ops/gated_delta_rule/chunk.py", "chunk_gated_delta_rule", ("v0.3.0", "v0.4.2", "v0.5.2", "v0.6.0"),
     ),
+    "fla.ops.kda": ("fla/ops/kda/chunk.py", "chunk_kda", ("v0.4.0", "v0.4.2", "v0.5.2", "v0.6.0")),
 }  # fmt: skip
 """Kernels of mixers with a state: the module from which we import -> the file, the function, the versions."""
 
@@ -231,7 +232,9 @@ def _states(clone: str) -> dict[str, Any]:
 
 def _with_states(clones: Sequence[str]) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    for clone, (module, (path, name, versions)) in zip(clones, WITH_STATES.items(), strict=True):
+    clone_of = dict(zip(("mamba_ssm", "causal_conv1d", "fla"), clones, strict=True))
+    for module, (path, name, versions) in WITH_STATES.items():
+        clone = clone_of[module.split(".")[0]]
         if clone == "-":
             made[module] = signatures("with states")[module]
             continue

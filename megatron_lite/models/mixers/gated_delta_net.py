@@ -138,7 +138,7 @@ class GatedDeltaNet(nn.Module):
         documents = None if packed is None else packed.numbers
         ends = None if packed is None else packed.ends
         rule = partial(gated_delta_rule, documents=documents, ends=ends, state=state)
-        by_kernel = delta_kernel(by_row[2], documents, state) is not None
+        by_kernel = delta_kernel(by_row[1], by_row[2], documents, state) is not None
         y, state = rule(*by_row) if by_kernel else recomputed(rule, *by_row)
         return y.transpose(0, 1), state
 

@@ -29,6 +29,7 @@ from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.recompute import recomputed
+from megatron_lite.models.state_space.kernels import kimi_delta_kernel
 from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_delta_step
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
@@ -123,7 +124,9 @@ class KimiDeltaAttention(nn.Module):
             y, state = kimi_delta_step(queries[0], keys[0], values[0], decay[0], beta[0], state)
             return y.unsqueeze(0), state
         documents = None if packed is None else packed.numbers
-        rule = partial(kimi_delta_rule, documents=documents, state=state)
-        by_row = (each.transpose(0, 1) for each in (queries, keys, values, decay, beta))
-        y, state = recomputed(rule, *by_row)
+        ends = None if packed is None else packed.ends
+        rule = partial(kimi_delta_rule, documents=documents, ends=ends, state=state)
+        by_row = [each.transpose(0, 1) for each in (queries, keys, values, decay, beta)]
+        by_kernel = kimi_delta_kernel(by_row[1], by_row[2], documents, state) is not None
+        y, state = rule(*by_row) if by_kernel else recomputed(rule, *by_row)
         return y.transpose(0, 1), state

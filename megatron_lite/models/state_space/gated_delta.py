@@ -53,7 +53,7 @@ def gated_delta_rule(
     state: before the first token, of the first document; None: zero.
     The computation and the state are float32, or float64 for float64 inputs.
     """
-    kernel = delta_kernel(v, documents, state)
+    kernel = delta_kernel(k, v, documents, state)
     if kernel is not None:
         return delta_by(kernel, q, k, v, g, beta, documents=documents, ends=ends, state=state)
     dtype = torch.promote_types(v.dtype, torch.float32)

@@ -3,7 +3,8 @@
 | function         | package     | module                         | takes                                  |
 |------------------|-------------|--------------------------------|----------------------------------------|
 | ssd              | mamba-ssm   | `mamba_ssm.ops.triton.ssd_combined` | float32, bf16 and fp16            |
-| gated_delta_rule | fla-core    | `fla.ops.gated_delta_rule`     | bf16 and fp16                          |
+| gated_delta_rule | fla-core    | `fla.ops.gated_delta_rule`     | bf16 and fp16, keys of up to 256       |
+| kimi_delta_rule  | fla-core    | `fla.ops.kda`                  | bf16 and fp16, keys of up to 256       |
 | convolution      | causal-conv1d | `causal_conv1d`              | 2 to 4 positions, channels by eights   |
 
 Each takes the documents of packed rows or a state before the first token, but not both.
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 
 IN_16_BITS = (torch.bfloat16, torch.float16)
+WIDEST_KEY = 256
+"""Of flash-linear-attention."""
 
 
 class Package(NamedTuple):
@@ -40,12 +43,9 @@ SCAN = Package(
     6,
     ("D", "initial_states", "seq_idx", "return_final_states"),
 )
-DELTA = Package(
-    "fla.ops.gated_delta_rule",
-    "chunk_gated_delta_rule",
-    5,
-    ("scale", "initial_state", "output_final_state", "cu_seqlens"),
-)
+_OF_A_RULE = ("scale", "initial_state", "output_final_state", "cu_seqlens")
+DELTA = Package("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", 5, _OF_A_RULE)
+KIMI_DELTA = Package("fla.ops.kda", "chunk_kda", 5, _OF_A_RULE)
 CONVOLUTION = Package(
     "causal_conv1d", "causal_conv1d_fn", 3, ("seq_idx", "initial_states", "activation")
 )
@@ -79,13 +79,29 @@ def scan_kernel(x: Tensor, documents: Tensor | None, state: Tensor | None) -> Ke
     return kernel
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def delta_kernel(v: Tensor, documents: Tensor | None, state: Tensor | None) -> Kernel | None:
+def delta_kernel(
+    k: Tensor, v: Tensor, documents: Tensor | None, state: Tensor | None
+) -> Kernel | None:
     """Return the gated delta rule of flash-linear-attention for these inputs, or None."""
+    return _rule_kernel(DELTA, k, v, documents, state)
+
+
+def kimi_delta_kernel(
+    k: Tensor, v: Tensor, documents: Tensor | None, state: Tensor | None
+) -> Kernel | None:
+    """Return the Kimi delta rule of flash-linear-attention for these inputs, or None."""
+    return _rule_kernel(KIMI_DELTA, k, v, documents, state)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _rule_kernel(
+    package: Package, k: Tensor, v: Tensor, documents: Tensor | None, state: Tensor | None
+) -> Kernel | None:
     has_both = documents is not None and state is not None
-    if not v.is_cuda or v.dtype not in IN_16_BITS or has_both:
+    fits = v.is_cuda and v.dtype in IN_16_BITS and k.shape[-1] <= WIDEST_KEY
+    if has_both or not fits:
         return None
-    kernel: Kernel | None = installed(DELTA)
+    kernel: Kernel | None = installed(package)
     return kernel
 
 
@@ -146,8 +162,9 @@ def delta_by(
     ends: Tensor | None = None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what gated_delta_rule returns, by the kernel of flash-linear-attention. The arguments: see there.
+    """Return what gated_delta_rule or kimi_delta_rule returns, by its kernel of flash-linear-attention.
 
+    The arguments: see there.
     Its earlier versions need as many key heads as heads. The package reads `ends` on the host, and keeps what it found while
     it gets the same tensor.
     """

@@ -19,6 +19,7 @@ from megatron_lite.models.state_space.delta_rule import (
     pass_on,
     written_parts,
 )
+from megatron_lite.models.state_space.kernels import delta_by, kimi_delta_kernel
 
 CHUNK = 64
 """Tokens of a chunk: a power of 2. The result doesn't depend on it."""
@@ -33,16 +34,20 @@ def kimi_delta_rule(
     *,
     chunk: int = CHUNK,
     documents: Tensor | None = None,
+    ends: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (y [batch, tokens, heads, value] in v's dtype, the last state [batch, heads, key, value]).
 
     q, k [batch, tokens, heads, key]; v [batch, tokens, heads, value]; g [batch, tokens, heads, key], the logarithm of the
     decay; beta [batch, tokens, heads]. chunk: a power of 2.
-    documents: int [batch, tokens], numbers that never decrease. The state is zero before each document's first token.
+    documents, ends: see gated_delta_rule. The state is zero before each document's first token.
     state: before the first token, of the first document; None: zero.
     The computation and the state are float32, or float64 for float64 inputs.
     """
+    kernel = kimi_delta_kernel(k, v, documents, state)
+    if kernel is not None:
+        return delta_by(kernel, q, k, v, g, beta, documents=documents, ends=ends, state=state)
     dtype = torch.promote_types(v.dtype, torch.float32)
     queries, keys, values = (by_head(each, dtype, chunk) for each in (q, k, v))
     strengths = by_head(beta, dtype, chunk).unsqueeze(-1)

@@ -12,7 +12,7 @@ import torch
 from megaconv.model.fields import fields_of, from_fields
 from megatron_lite.models import offload
 from megatron_lite.models.moe.grouped import grouped_linear
-from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, SCAN, installed
+from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, KIMI_DELTA, SCAN, installed
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
 from tests.trainer.loop.launches import LLAMA, MIXTRAL, train
@@ -198,10 +198,10 @@ def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) ->
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("model", ["mamba", "hybrid", "delta nets"])
+@pytest.mark.parametrize("model", ["mamba", "hybrid", "delta nets", "kimi"])
 def test_installed_kernels_of_mixers_with_a_state_train_as_a_cpu_does(model: str) -> None:
     """The test runs in bf16, for which every kernel is made."""
-    if not any(installed(package) for package in (SCAN, DELTA, CONVOLUTION)):
+    if not any(installed(package) for package in (SCAN, DELTA, KIMI_DELTA, CONVOLUTION)):
         pytest.skip("mamba_ssm, flash-linear-attention and causal_conv1d are not installed")
     case = Case(model, options=(("dtype", "bfloat16"),))
     assert losses(case, GPU) == pytest.approx(losses(case, CPU), rel=1e-2)

@@ -11,24 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.models.mixers import gated_delta_net, mamba_mixer
-from megatron_lite.models.state_space import gated_delta, mamba2
-from megatron_lite.models.state_space.kernels import DELTA, SCAN, Package
+from megatron_lite.models.mixers import gated_delta_net, kimi_delta_attention, mamba_mixer
+from megatron_lite.models.state_space import gated_delta, kimi_delta, mamba2
+from megatron_lite.models.state_space.kernels import DELTA, KIMI_DELTA, SCAN, Package
 from tests.trainer.parallel.small import FULL, Case, make_engine, own_batches
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
 from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.state_space.test_kernels import BODIES, with_defaults
 
 MICROBATCHES = 2
-LAYERS = {"mamba": 4, "delta nets": 3}
+LAYERS = {"mamba": 4, "delta nets": 3, "kimi": 3}
 """The layers with a state of each model."""
 DIFFERENTIABLE = {
     SCAN: ("x", "dt", "A", "B", "C", "D"),
     DELTA: ("q", "k", "v", "g", "beta"),
+    KIMI_DELTA: ("q", "k", "v", "g", "beta"),
 }
 CHOSEN_BY = (
     (mamba2, mamba_mixer, "scan_kernel", SCAN),
     (gated_delta, gated_delta_net, "delta_kernel", DELTA),
+    (kimi_delta, kimi_delta_attention, "kimi_delta_kernel", KIMI_DELTA),
 )
 """For each kernel: the module of the scan, the module of the mixer, and the function of both that chooses the kernel."""
 

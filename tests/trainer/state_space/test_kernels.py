@@ -5,7 +5,8 @@ Stubs with the packages' signatures compute what the packages' documentation say
 
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megatron_lite.models.mixers import convolution, gated_delta_net
-from megatron_lite.models.state_space import gated_delta, kernels, mamba2
+from megatron_lite.models.mixers import convolution, gated_delta_net, kimi_delta_attention
+from megatron_lite.models.state_space import gated_delta, kernels, kimi_delta, mamba2
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule
 from megatron_lite.models.state_space.kernels import (
     CONVOLUTION,
     DELTA,
+    KIMI_DELTA,
     SCAN,
     Package,
     convolution_by,
@@ -26,6 +28,7 @@ from megatron_lite.models.state_space.kernels import (
     installed,
     scan_by,
 )
+from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule
 from megatron_lite.models.state_space.mamba2 import ssd
 from megatron_lite.models.state_space.short_convolution import last_inputs, short_convolution
 from tests.library_signatures import WITH_STATES, signatures, stub
@@ -37,10 +40,11 @@ from tests.trainer.state_space.test_scans import (
     draws,
     numbers_of,
     of_delta,
+    of_kimi,
     of_mamba,
 )
 
-PACKAGES = {package.module: package for package in (SCAN, CONVOLUTION, DELTA)}
+PACKAGES = {package.module: package for package in (SCAN, CONVOLUTION, DELTA, KIMI_DELTA)}
 VERSIONS = [
     (module, version) for module, (_, _, versions) in WITH_STATES.items() for version in versions
 ]
@@ -56,6 +60,11 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     installed.cache_clear()
 
 
+Rule = Callable[..., tuple[Tensor, Tensor]]
+RULES = {DELTA: (gated_delta_rule, of_delta), KIMI_DELTA: (kimi_delta_rule, of_kimi)}
+"""The packages' delta rules -> ours, and its inputs."""
+
+
 def scan_of_mamba_ssm(**given: Any) -> tuple[Tensor, Tensor]:
     assert given["return_final_states"]
     inputs = (given[name] for name in ("x", "dt", "A", "B", "C", "D"))
@@ -66,17 +75,17 @@ def scan_of_mamba_ssm(**given: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def rule_of_fla(**given: Any) -> tuple[Tensor, Tensor]:
+def rule_of_fla(rule: Rule, **given: Any) -> tuple[Tensor, Tensor]:
     """Queries are scaled inside. Documents are those of one row, each with its own last state."""
     assert given["output_final_state"]
     q, k, v, g, beta = (given[name] for name in ("q", "k", "v", "g", "beta"))
     assert q.shape[2] == v.shape[2], "earlier versions need as many key heads as heads"
     ends = given["cu_seqlens"]
     if ends is None:
-        return gated_delta_rule(q * given["scale"], k, v, g, beta, state=given["initial_state"])
+        return rule(q * given["scale"], k, v, g, beta, state=given["initial_state"])
     assert len(q) == 1
     parts = [
-        gated_delta_rule(*(each[:, start:end] for each in (q * given["scale"], k, v, g, beta)))
+        rule(*(each[:, start:end] for each in (q * given["scale"], k, v, g, beta)))
         for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]
     return torch.cat([y for y, _ in parts], 1), torch.cat([state for _, state in parts])
@@ -95,7 +104,8 @@ def convolution_of_causal_conv1d(**given: Any) -> Tensor:
 
 BODIES: dict[str, Callable[..., Any]] = {
     SCAN.module: scan_of_mamba_ssm,
-    DELTA.module: rule_of_fla,
+    DELTA.module: partial(rule_of_fla, gated_delta_rule),
+    KIMI_DELTA.module: partial(rule_of_fla, kimi_delta_rule),
     CONVOLUTION.module: convolution_of_causal_conv1d,
 }
 
@@ -131,11 +141,11 @@ def test_our_calls_fit_every_version(
             scan_by(found, *inputs, chunk=8, documents=None, state=state),
             ssd(*inputs, chunk=8, state=state),
         )
-    elif module == DELTA.module:
-        *inputs, state = of_delta(shape)
+    elif PACKAGES[module] in RULES:
+        rule, inputs_of = RULES[PACKAGES[module]]
+        *inputs, state = inputs_of(shape)
         assert_close(
-            delta_by(found, *inputs, documents=None, state=state),
-            gated_delta_rule(*inputs, state=state),
+            delta_by(found, *inputs, documents=None, state=state), rule(*inputs, state=state)
         )
     else:
         x, weight, bias = (draws(torch.float64)(*size) for size in ((9, 2, 8), (8, 1, 4), (8,)))
@@ -152,7 +162,7 @@ def assert_close(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> Non
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernels_give_the_results_of_the_scans_in_torch(shape: Shape) -> None:
     documents = numbers_of(shape)
-    by_mamba, by_fla = (with_defaults(BODIES[package.module], package) for package in (SCAN, DELTA))
+    by_mamba = with_defaults(BODIES[SCAN.module], SCAN)
     for state_too in (False, True):
         if state_too and documents is not None:
             continue  # no kernel is chosen then
@@ -160,9 +170,11 @@ def test_kernels_give_the_results_of_the_scans_in_torch(shape: Shape) -> None:
         given = {"documents": documents, "state": state if state_too else None}
         found = scan_by(by_mamba, *inputs, chunk=8, **given)
         assert_close(found, ssd(*inputs, chunk=8, **given))
-        *inputs, state = of_delta(shape, torch.float32)
-        given = {"documents": documents, "state": state if state_too else None}
-        assert_close(delta_by(by_fla, *inputs, **given), gated_delta_rule(*inputs, **given))
+        for package, (rule, inputs_of) in RULES.items():
+            *inputs, state = inputs_of(shape, torch.float32)
+            given = {"documents": documents, "state": state if state_too else None}
+            by_fla = with_defaults(BODIES[package.module], package)
+            assert_close(delta_by(by_fla, *inputs, **given), rule(*inputs, **given))
 
 
 @pytest.mark.parametrize("documents", [None, ((4, 1, 1, 14), (20,))])
@@ -179,8 +191,12 @@ def test_a_convolution_by_a_kernel_is_the_one_in_torch(
     assert torch.equal(last_inputs(x, 4, before), last)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "delta nets"])
-def test_a_model_trains_by_kernels_as_by_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "scan"), [("hybrid", SCAN), ("delta nets", DELTA), ("kimi", KIMI_DELTA)]
+)
+def test_a_model_trains_by_kernels_as_by_torch(
+    name: str, scan: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run has packed rows, and includes the backward pass."""
     case = Case(name)
     plain = one_step(make_engine(case), case, 0)
@@ -197,28 +213,38 @@ def test_a_model_trains_by_kernels_as_by_torch(name: str, monkeypatch: pytest.Mo
         return with_defaults(run, package)
 
     choices = (
-        (mamba2, "scan_kernel"), (gated_delta, "delta_kernel"), (convolution, "convolution_kernel"),
+        (mamba2, "scan_kernel"), (gated_delta, "delta_kernel"), (kimi_delta, "kimi_delta_kernel"),
+        (convolution, "convolution_kernel"),
     )  # fmt: skip
-    for (place, choice), package in zip(choices, (SCAN, DELTA, CONVOLUTION), strict=True):
+    packages = (SCAN, DELTA, KIMI_DELTA, CONVOLUTION)
+    for (place, choice), package in zip(choices, packages, strict=True):
         function = chosen(package)
         monkeypatch.setattr(place, choice, lambda *_, function=function: function)
     found = one_step(make_engine(case), case, 0)
     assert (found.loss, found.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=1e-4)
-    scan = SCAN if name == "hybrid" else DELTA
     assert {scan.function, CONVOLUTION.function} == set(called)
 
 
-def test_all_layers_give_the_same_ends_of_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "mixer", "rule_of"),
+    [
+        ("delta nets", gated_delta_net, "gated_delta_rule"),
+        ("kimi", kimi_delta_attention, "kimi_delta_rule"),
+    ],
+)
+def test_all_layers_give_the_same_ends_of_documents(
+    name: str, mixer: ModuleType, rule_of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """flash-linear-attention waits for the GPU to read them, once for each tensor that it gets."""
-    kept, plain = [], gated_delta.gated_delta_rule
+    kept, plain = [], getattr(mixer, rule_of)
 
     def rule(*inputs: Tensor, ends: Tensor | None, **given: Any) -> Any:
         if ends is not None:
             kept.append(ends)
         return plain(*inputs, ends=ends, **given)
 
-    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", rule)
-    case = Case("delta nets")
+    monkeypatch.setattr(mixer, rule_of, rule)
+    case = Case(name)
     one_step(make_engine(case), case, 0)
     assert len(kept) >= 3, "layers with packed rows"
     assert len({id(ends) for ends in kept}) == 1
@@ -232,7 +258,7 @@ def test_a_kernel_gets_the_ends_of_documents_that_all_layers_share() -> None:
 
     def rule(**given: Any) -> Any:
         got.append(given["cu_seqlens"])
-        return rule_of_fla(**given)
+        return BODIES[DELTA.module](**given)
 
     documents = ((4, 1, 1, 14), (20,))
     shape = Shape(2, 20, 1, 1, 1, 1, 1, documents)
@@ -256,7 +282,8 @@ def test_no_package_is_imported_for_a_tensor_on_a_cpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernels, "import_module", never)
     x = torch.zeros(2, 8, 4, 8, dtype=torch.bfloat16)
     assert kernels.scan_kernel(x, None, None) is None
-    assert kernels.delta_kernel(x, None, None) is None
+    assert kernels.delta_kernel(x, x, None, None) is None
+    assert kernels.kimi_delta_kernel(x, x, None, None) is None
     assert kernels.convolution_kernel(x[0], 4, None, None) is None
 
 
