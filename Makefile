@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train speedrun test test-fast test-slow explore test-gpu trust check docs benchmark clean
+.PHONY: demo demo-train speedrun test test-fast test-slow test-kernels explore test-gpu trust check docs benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -34,6 +34,10 @@ test-fast: $(VENV)/.tested
 
 test-slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# Kernels of packages that need a GPU, computed on a CPU by Triton's interpreter.
+test-kernels: $(VENV)/.interpreted
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -n 2 tests/trainer/state_space/test_triton_kernels.py
 
 explore: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not gpu" --hypothesis-profile=explore
@@ -72,6 +76,14 @@ $(VENV)/.tested: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[test,oracle,data,train,zarr,serve,retrieval]"
 	touch $(VENV)/.installed $@
+
+# mamba_ssm has kernels in Python too. What it would compile with CUDA isn't needed.
+$(VENV)/.interpreted: $(VENV)/.tested
+	$(PIP) --no-deps --target $(VENV)/kernels triton==3.9.0 fla-core==0.6.0 einops==0.8.2
+	$(PIP) setuptools wheel ninja packaging
+	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
+	  $(PIP) --no-deps --no-build-isolation --target $(VENV)/kernels mamba-ssm==2.3.2.post1
+	touch $@
 
 $(VENV)/.documented: $(VENV)/.installed
 	$(PIP) -e ".[docs]"

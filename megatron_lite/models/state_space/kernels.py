@@ -79,6 +79,7 @@ def scan_kernel(x: Tensor, documents: Tensor | None, state: Tensor | None) -> Ke
     return kernel
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def delta_kernel(
     k: Tensor, v: Tensor, documents: Tensor | None, state: Tensor | None
 ) -> Kernel | None:
@@ -86,6 +87,7 @@ def delta_kernel(
     return _rule_kernel(DELTA, k, v, documents, state)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def kimi_delta_kernel(
     k: Tensor, v: Tensor, documents: Tensor | None, state: Tensor | None
 ) -> Kernel | None:
@@ -93,7 +95,6 @@ def kimi_delta_kernel(
     return _rule_kernel(KIMI_DELTA, k, v, documents, state)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _rule_kernel(
     package: Package, k: Tensor, v: Tensor, documents: Tensor | None, state: Tensor | None
 ) -> Kernel | None:
