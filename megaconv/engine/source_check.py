@@ -18,7 +18,8 @@ from megaconv.errors import CorruptCheckpoint, ModelsDiffer
 from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
 from megaconv.model.check import listing
-from megaconv.model.ir import Header, Key, OpenedSource, Source, TensorInfo
+from megaconv.model.ir import WEIGHT, Header, Key, OpenedSource, Source, TensorInfo
+from megaconv.model.training import MASTER
 from megaconv.options import LoadOptions
 
 PATCH = "delta"
@@ -72,6 +73,8 @@ class SourceCheck:
     record: Record | None = None
     unlike: frozenset[str] = frozenset()
     """Tensors that can't be compared, because they were requested in another dtype or with another vocabulary."""
+    masters: frozenset[Key] = frozenset()
+    """Weights that are read from the optimizer's fp32 weights, which the record lists as masters."""
     notices: tuple[str, ...] = ()
     """Notices for the user about the source's small files."""
     stored: Source | None = None
@@ -82,9 +85,11 @@ class SourceCheck:
 
     def expects(self, key: Key) -> str | None:
         """The recorded fingerprint of a tensor that is read as it was written, otherwise None."""
-        if self.record is None or self.stored is not None or str(key) in self.unlike:
+        if self.record is None or self.stored is not None:
             return None
-        return self.record.tensors.get(str(key))
+        if key in self.masters:
+            return self.record.tensors.get(str(key._replace(slot=MASTER)))
+        return None if str(key) in self.unlike else self.record.tensors.get(str(key))
 
     def found(self, key: Key, fingerprint: str) -> None:
         """Compare one tensor's fingerprint. Any thread may call this."""
@@ -148,11 +153,13 @@ def check_source(
     written = source.header.manifest if stored is None else stored.source.header.manifest
     differing = record.other_tensors(written)
     infos = {str(key): info for key, info in written.items()}
+    masters = _read_from_masters(record, written) if other_dtypes else frozenset()
+    as_weights = {str(key._replace(slot=MASTER)) for key in masters}
 
     def was_asked_for(name: str) -> bool:
         """True if the user's options explain the difference of a tensor."""
         if name not in infos:
-            return False
+            return name in as_weights
         return other_shapes or (other_dtypes and record.differs_in_dtype_alone(name, infos[name]))
 
     refused = [f"{name} {what}" for name, what in differing.items() if not was_asked_for(name)]
@@ -168,11 +175,24 @@ def check_source(
         for name, kind in record.changed_files().items()
     )
     if stored is not None:
-        return SourceCheck(record, frozenset(differing), notices, stored.source, remedy=remedy)
+        return SourceCheck(
+            record, frozenset(differing), masters, notices, stored.source, remedy=remedy
+        )
     unlike = {str(key) for key in altered} | differing.keys()
     if streamed is not None:
         unlike |= {str(key) for key, info in written.items() if streamed.get(key) != info}
-    return SourceCheck(record, frozenset(unlike), notices, remedy=remedy)
+    return SourceCheck(record, frozenset(unlike), masters, notices, remedy=remedy)
+
+
+def _read_from_masters(record: Record, manifest: Mapping[Key, TensorInfo]) -> frozenset[Key]:
+    """The fp32 weights whose recorded masters are missing: DeepSpeed's fp32 weights are read as the weights, if asked for."""
+    weights = (
+        key for key, info in manifest.items() if key.slot == WEIGHT and info.dtype == "float32"
+    )
+    masters = ((key, key._replace(slot=MASTER)) for key in weights)
+    return frozenset(
+        key for key, master in masters if str(master) in record.tensors and master not in manifest
+    )
 
 
 def _refuse(record: Record, what: str, remedy: str) -> None:

@@ -1,5 +1,6 @@
 """The training state of a source that torch's Adam trained, as a conversion streams it."""
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,9 @@ from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.training import MASTER
 from megaconv.values.cast import CastTensor
 
-_COUNTED = (".router.bias",)
-"""The ends of the names of tensors that no optimizer trains: biases that balance the load of experts."""
+_UNTRAINED = re.compile(r".*(?:\.router\.bias|\blayers\.\d+\.scale|\.act\.(?:beta|eps))")
+"""The names of tensors that no optimizer trains: biases that balance the load of experts, and numbers that are buffers in
+transformers (Gemma 4's scale of a layer, beta and eps of Apertus's activation)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Parameters:
 
     def _is_trainable(self, name: str) -> bool:
         native = self.natives.get(name)
-        return native is not None and not all(part.endswith(_COUNTED) for part in native.parts)
+        return native is not None and not all(map(_UNTRAINED.fullmatch, native.parts))
 
     def by_canonical(
         self, groups: Iterable[Mapping[str, Any]], group_of: Mapping[str, int]

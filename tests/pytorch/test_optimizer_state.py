@@ -3,11 +3,13 @@
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -18,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import megaconv
 from formats import torch_zip
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.model.training import TrainingState
 from megaconv.pytorch.progress import entry, with_entry
 from tests.conftest import FIXTURES
+from tests.families.test_families import write_model
 from tests.megatron_oracle import read_rank_file
 from tests.optimizer_models import SCHEDULER, write_trained_llama
 from tests.optimizer_readers import read_single, version_of
@@ -236,6 +239,80 @@ def test_weights_in_16_bits_have_no_optimizer_in_dcp(megatron: Path, tmp_path: P
         megaconv.convert(
             megatron, tmp_path / "no", saver="dcp", dtype="bf16", optimizer=True, dry_run=True
         )
+
+
+def test_fp32_weights_of_deepspeeds_optimizer_become_the_weights_of_an_output_with_a_record(
+    universal: Path, stored: Path, tmp_path: Path
+) -> None:
+    """The source's megaconv.json lists 16-bit weights and masters. The masters are read as the weights."""
+    megaconv.convert(universal, tmp_path / "out", saver="dcp", dtype="fp32", optimizer=True)
+    assert megaconv.fingerprint(tmp_path / "out") == megaconv.fingerprint(stored)
+    found, wanted = load_all(tmp_path / "out"), load_all(stored)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+def test_changed_fp32_weights_of_deepspeeds_optimizer_are_found_when_they_become_the_weights(
+    universal: Path, tmp_path: Path
+) -> None:
+    copytree(universal, tmp_path / "universal")
+    (file,) = (tmp_path / "universal").glob("*/zero/model.norm.weight/fp32.pt")
+    master = torch.load(file, weights_only=True)
+    changed = master["param"].clone()
+    changed[0] = torch.nextafter(
+        changed[0], torch.tensor(torch.inf)
+    )  # rounded, it is the same weight
+    torch.save(master | {"param": changed}, file)
+    with pytest.raises(
+        CorruptCheckpoint, match=r"other values than were written: final_norm\.weight"
+    ):
+        megaconv.convert(tmp_path / "universal", tmp_path / "out", saver="hf", dtype="fp32")
+
+
+BUFFERS = {"apertus": (".act_fn.beta", ".act_fn.eps"), "gemma4_unified_text": (".layer_scalar",)}
+"""Families with buffers that no optimizer trains -> the ends of the names of these buffers."""
+
+
+def write_fsdp_run(family: str, path: Path) -> Path:
+    """Write a DCP checkpoint of a model after a step of torch's AdamW. Returns the Hugging Face directory of the model."""
+    hf = write_model(path.parent / f"{path.name}-hf", family)
+    weights = {name: each.float() for name, each in load_file(hf / "model.safetensors").items()}
+    buffers = {name: each for name, each in weights.items() if name.endswith(BUFFERS[family])}
+    assert buffers
+    model = module_of({name: each for name, each in weights.items() if name not in buffers})
+    optimizer, _ = adamw(model)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() / 8
+    optimizer.step()
+    state = {
+        **model.state_dict(),
+        **buffers,
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
+    }
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+    return hf
+
+
+@pytest.mark.parametrize("family", BUFFERS)
+def test_buffers_that_no_optimizer_trains_are_no_frozen_parameters(
+    family: str, tmp_path: Path
+) -> None:
+    hf = write_fsdp_run(family, tmp_path / "run")
+    megaconv.convert(
+        tmp_path / "run",
+        tmp_path / "universal",
+        saver="deepspeed",
+        config=hf,
+        optimizer=True,
+        verify=True,
+    )
+    megaconv.convert(tmp_path / "universal", tmp_path / "back", saver="dcp", optimizer=True)
+    found, wanted = load_all(tmp_path / "back"), load_all(tmp_path / "run")
+    of_state = {key for key in wanted if key.endswith(MOMENTS)}
+    assert of_state
+    weights = {key for key in wanted if not key.startswith("optimizer.")}
+    for key in of_state | weights:
+        assert torch.equal(found[key], wanted[key]), key
 
 
 @pytest.mark.parametrize("saver", ["dcp", "deepspeed"])
