@@ -22,6 +22,14 @@ from megaconv.megatron.distributed.bridge_files import (
 from megaconv.megatron.rank_files.output_layout import choose_layout
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
 from megaconv.megatron.states.names import core_order, extra_states
+from megaconv.megatron.states.releases import (
+    FOR_RELEASE,
+    RELEASES,
+    names_for,
+    order_for,
+    release_for,
+    release_notices,
+)
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Source
@@ -65,9 +73,11 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
         planned = plan_dist(header, options, layout)
     else:
-        style = _style(config, options)
+        release = release_for(options.extra, header.training.arguments)
+        style = _style(config, options, release)
         implementation = options.transformer_impl
         planned = plan_ranks(header, options, layout, style, transformer_impl=implementation)
+        _warn(release_notices(config, release))
     if FOR not in options.extra:
         _warn(script_notices(config))
     if layout.tp > config.attention.kv_heads:
@@ -80,15 +90,16 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     return replace(planned, notices=(*planned.notices, *core_notices(config)))
 
 
-def _style(config: ModelConfig, options: SaveOptions) -> ModelStyle:
-    """The names, their order and the extra states in rank files of Megatron core."""
+def _style(config: ModelConfig, options: SaveOptions, release: str) -> ModelStyle:
+    """The names, their order and the extra states in rank files of a release of Megatron core."""
     naming = core_naming(
         options.transformer_impl,
         "grouped" if options.grouped_experts else "",
         rope_last=writes_rope_last(config, options.extra),
     )
-    order = core_order(family(config.family).rows, naming)
-    return ModelStyle(naming, order, partial(extra_states, naming=naming))
+    order = order_for(release, core_order(family(config.family).rows, naming))
+    states = partial(extra_states, naming=naming)
+    return ModelStyle(naming, order, states, renamed=names_for(release))
 
 
 def _warn(notices: Iterable[str]) -> None:
@@ -140,6 +151,10 @@ def _check(config: ModelConfig, options: SaveOptions) -> None:
             "grouped experts are a layer of Transformer Engine; leave --transformer-impl local out"
         )
     check_options(options, ("torch", *DISTRIBUTED))
+    if FOR_RELEASE in options.extra and options.ckpt_format in DISTRIBUTED:
+        raise UsageError(
+            f"--option {FOR_RELEASE}: has no effect, because the keys of {options.ckpt_format} are the same in all releases; leave it out"
+        )
     is_for_bridge(options)
 
 
@@ -150,6 +165,8 @@ SAVER = Saver(
     options={
         INDEXER_FOR: "the release of Megatron core that will compute the indexers of sparse attention: `0.16` (0.16 to 0.18, rotary "
         "elements last), or `0.19` (0.19 and later; the default)",
+        FOR_RELEASE: f"the release of Megatron core that will load rank files (torch), whose names differ: {' or '.join(RELEASES)} "
+        "(and later ones); default: the source's, else 0.16",
         FOR: f"`{BRIDGE}`: torch_dist with the run_config.yaml from which Megatron-Bridge builds the model; Megatron-LM loads it as well",
         ADAPTER_KIND: f"of an adapter: `{FUSED}` for Megatron-Bridge's LoRA, where the adapter has an A for each part of a fused layer "
         "(left out: its CanonicalLoRA)",

@@ -5,6 +5,7 @@ own linear layers and torch's norm, the scan that core itself has for determinis
 from that package, which divides by the length of a vector.
 """
 
+import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,7 @@ def put_into(
 
     if not layers(args):
         return
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = to_unit_length
+    replace_length()
     parts = gated_delta_net.GatedDeltaNetSubmodules(
         in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
     )
@@ -58,6 +58,14 @@ def put_into(
                 **keys,
                 "input_layernorm.": "self_attention.in_proj.layer_norm_",
             }
+
+
+def replace_length() -> None:
+    """Give the mixer the function of flash-linear-attention. Core 0.19 has the mixer's base class in a module of its own."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    module = vars(sys.modules[GatedDeltaNet.__init__.__module__])
+    module["HAVE_FLA"], module["l2norm"] = True, to_unit_length
 
 
 def to_unit_length(vectors: "torch.Tensor") -> "torch.Tensor":

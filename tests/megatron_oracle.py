@@ -20,8 +20,10 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import fields
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
@@ -41,6 +43,13 @@ REPLY = "megatron-oracle "
 TIMEOUT = timedelta(seconds=60)
 DEPRECATED = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
 """Fields of GPU kernels that compute nothing. Core 0.19 refuses the defaults that older releases saved: they differ."""
+
+
+def for_this_release(ckpt_format: str = "torch") -> dict[str, str]:
+    """The saver's option for rank files that the installed release of Megatron core loads."""
+    major, minor, *_ = metadata.version("megatron-core").split(".")
+    release = "0.19" if int(minor) >= 19 else "0.17" if int(minor) >= 17 else "0.16"
+    return {"release": release} if ckpt_format == "torch" and major == "0" else {}
 
 
 class OracleFailed(Exception):
@@ -344,7 +353,7 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     config = transformer_config(args)
     spec = (
         get_gpt_decoder_block_spec(
-            config,
+            _with_plain_attention(config),
             use_transformer_engine=False,
             normalization=args.normalization,
             qk_l2_norm=args.qk_l2_norm,
@@ -402,6 +411,13 @@ def build_gpt(args: Namespace, virtual_stage: int | None, needs: Needs) -> "GPTM
     if chunk.post_process and getattr(args, "final_logit_softcapping", None):
         custom_layers.cap_logits(chunk, args.final_logit_softcapping)
     return chunk
+
+
+def _with_plain_attention(config: "TransformerConfig") -> "TransformerConfig":
+    """A copy without the variant of attention, whose layers are put in later. Core 0.19 makes no plain layer beside one."""
+    plain = copy(config)
+    plain.experimental_attention_variant = None
+    return plain
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats import torch_dist
-from megaconv.errors import LayoutError, NotExpressible, TensorMismatch, UnknownFamily
+from megaconv.errors import LayoutError, NotExpressible, TensorMismatch, UnknownFamily, UsageError
 from megaconv.families import families
 from tests.conftest import FIXTURES
 from tests.families.test_families import assert_same, weights_of, write_model
@@ -203,6 +203,46 @@ def test_stages_end_between_any_two_mixers(split: tuple[int, ...], tmp_path: Pat
         assert opened.stage_layers == split
         megaconv.convert(target, tmp_path / f"{ckpt_format}-back", saver="hf")
         assert_same(tmp_path / f"{ckpt_format}-back", hf)
+
+
+def test_rank_files_have_the_names_of_the_release_that_loads_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From 0.19 on, the convolution's parameters are the mixer's own, and come before its other ones."""
+    hf = write_model(tmp_path / "hf", "nemotron_h", **DENSE)
+    megaconv.convert(hf, tmp_path / "older", saver="core")
+    assert "--option release=0.19" in caplog.text
+    caplog.clear()
+    megaconv.convert(
+        hf, tmp_path / "newer", saver="core", pp=2, layer_split=(3, 2), options={"release": "0.19"}
+    )
+    assert "--option release" not in caplog.text
+    mixer = "decoder.layers.0.mixer."
+    found = [name for name in rank_model(tmp_path / "newer", "mp_rank_00_000") if mixer in name]
+    own = ["conv1d_weight", "conv1d_bias", "dt_bias", "A_log", "D"]
+    fused = [f"in_proj.{name}" for name in ("layer_norm_weight", "weight", "_extra_state")]
+    assert [name.removeprefix(mixer) for name in found][:8] == [*own, *fused]
+    assert megaconv.diff(tmp_path / "newer", tmp_path / "older").same
+    # Another layout keeps the names of its source.
+    megaconv.convert(tmp_path / "newer", tmp_path / "again", saver="core", tp=2, pp=1)
+    assert mixer + "conv1d_bias" in rank_model(tmp_path / "again", "mp_rank_01")
+    megaconv.convert(tmp_path / "again", tmp_path / "back", saver="hf")
+    assert_same(tmp_path / "back", hf)
+
+
+def test_an_unknown_release_and_one_for_distributed_files_are_refused(
+    hf: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"release=0\.15: is not known; choose one of 0\.16"):
+        megaconv.convert(hf, tmp_path / "never", saver="core", options={"release": "0.15"})
+    with pytest.raises(UsageError, match="has no effect"):
+        megaconv.convert(
+            hf,
+            tmp_path / "never",
+            saver="core",
+            ckpt_format="torch_dist",
+            options={"release": "0.19"},
+        )
 
 
 def arguments(hf: Path, target: Path, **options: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import configuration
 from megaconv.megatron.states.origin import OF_ONE_RUN
+from megaconv.megatron.states.releases import NAMED_BY
 from megaconv.model.config import ModelConfig
 from megaconv.options import LoadOptions
 from megatron_lite.settings.config import Settings, subjects
@@ -107,6 +108,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
         BIAS_ON_LOGITS,
         INDEXER_ORDER,
         HF_NAMES,
+        NAMED_BY,
         *OF_TASKS.split(),
     }
     assert (
@@ -215,8 +217,9 @@ def test_the_list_of_read_arguments_equals_the_arguments_that_are_read(
     list(bucket_sizes(Namespace(overlap_grad_reduce=True), 0, 0, 1))
     names = {name for name in asked if not name.startswith("__")}
     assert names - READ - REFUSED.keys() == set(OF_ONE_RUN)
-    # Of buckets of grouped experts, of vocabularies that are there, and of models that see or hear, which no fixture has.
-    assert READ - names == {"moe_use_legacy_grouped_gemm", "merge_file", HF_NAMES}
+    # Of buckets of grouped experts, of vocabularies that are there, of models that see or hear, which no fixture has, and of
+    # the saver.
+    assert READ - names == {"moe_use_legacy_grouped_gemm", "merge_file", HF_NAMES, NAMED_BY}
 
 
 ONE_OF_EACH_KIND = {

@@ -21,7 +21,7 @@ from megaconv.model.ir import Key
 from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
-from tests.megatron_oracle import read_rank_file
+from tests.megatron_oracle import for_this_release, read_rank_file
 from tests.optimizer_models import (
     SCHEDULER,
     load,
@@ -539,8 +539,14 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "mamba, distributed": (mamba, {"tp": 2, "use_distributed_optimizer": True}),
     }
     for name, (source, options) in cases.items():
+        release = for_this_release(options.get("ckpt_format", "torch"))
         megaconv.convert(
-            source, tmp_path / "from" / name, saver="core", transformer_impl="local", **options
+            source,
+            tmp_path / "from" / name,
+            saver="core",
+            transformer_impl="local",
+            options=release,
+            **options,
         )
     step([(tmp_path / "from" / name, tmp_path / "to" / name) for name in cases], tmp_path)
     assert prints(tmp_path / "to" / "plain") == prints(tmp_path / "to" / "plain, again")

@@ -17,7 +17,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import per_layer
 from tests.conftest import FIXTURES
-from tests.megatron_oracle import Megatron, OracleFailed, read_rank_file
+from tests.megatron_oracle import Megatron, OracleFailed, for_this_release, read_rank_file
 from tests.transformers_oracle import (
     ALL_SLOW,
     LAYERS,
@@ -115,12 +115,15 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
 
 def to_core(source: Path, target: Path, **options: Any) -> Path:
     """Convert to the names of Megatron's local layers, the only ones that run without a GPU."""
+    release = for_this_release(options.get("ckpt_format", "torch"))
+    asked = {"options": {**release, **(options.pop("options", None) or {})}}
     megaconv.convert(
         source,
         target,
         saver="core",
         transformer_impl="local",
         make_vocab_size_divisible_by=DIVISOR,
+        **asked,
         **options,
     )
     return target

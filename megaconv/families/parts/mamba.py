@@ -26,6 +26,10 @@ def mamba_rows(norm: str, mixer: str) -> tuple[Row, ...]:
     """The rows of a mixer. norm, mixer: Hugging Face's prefixes for the norm before the mixer, and for the mixer's own
     tensors."""
     return (
+        Row("layers.{l}.input_norm.weight", ("hidden",), when="mamba",
+            hf=norm + "weight",
+            core=_CORE + "in_proj.layer_norm_weight",
+            core_local="decoder.layers.{l}.norm.weight"),
         Row("layers.{l}.mamba.{dt_bias|A_log|D}", ("mamba_heads",) * 3, tp=0, when="mamba",
             hf=mixer + "{dt_bias|A_log|D}",
             core=_CORE + "{dt_bias|A_log|D}"),
@@ -45,11 +49,6 @@ def mamba_rows(norm: str, mixer: str) -> tuple[Row, ...]:
         Row("layers.{l}.mamba.out.weight", (f"hidden {_INNER}",), tp=1, when="mamba",
             hf=mixer + "out_proj.weight",
             core=_CORE + "out_proj.weight"),
-        # The norm comes last: in its local layers, Megatron core makes the norm after the mixer.
-        Row("layers.{l}.input_norm.weight", ("hidden",), when="mamba",
-            hf=norm + "weight",
-            core=_CORE + "in_proj.layer_norm_weight",
-            core_local="decoder.layers.{l}.norm.weight"),
     )  # fmt: skip
 
 

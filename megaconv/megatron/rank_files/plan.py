@@ -32,7 +32,7 @@ from megaconv.megatron.rank_files.iteration import (
     directory_iteration,
 )
 from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
-from megaconv.megatron.states.order import ModuleOrder, NameOrder
+from megaconv.megatron.states.order import NameOrder, Order
 from megaconv.megatron.states.origin import rank_of
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
@@ -53,11 +53,13 @@ class ModelStyle:
     """The way in which one kind of Megatron model is written."""
 
     naming: Naming
-    order: ModuleOrder
+    order: Order
     """Sorts names in the order of the model's own state_dict."""
     extra_states: Callable[[Collection[str]], Mapping[str, bool]]
     """The `_extra_state` entries for these parameter names -> True for an empty tensor, False for None."""
     nest: Callable[[dict[str, Any]], dict[str, Any]] = lambda flat: flat
+    renamed: Callable[[str], str] = str
+    """The name in the release that the files are for, from the name in the table."""
     legacy: bool = False
 
 
@@ -309,7 +311,10 @@ class _Planner:
         called = in_whole if self.header.config.whole else str
         for model, natives in models.items():
             state[model] = self.style.nest(
-                {called(name): entry for name, entry in self._entries(model, natives)}
+                {
+                    called(self.style.renamed(name)): entry
+                    for name, entry in self._entries(model, natives)
+                }
             )
         operations = self.header.training.floating_point_operations
         return {**state, **training, "num_floating_point_operations_so_far": operations}

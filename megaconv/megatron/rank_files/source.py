@@ -43,6 +43,7 @@ from megaconv.megatron.rank_files.configuration import are_ids, configure, vocab
 from megaconv.megatron.states.early_gpt2 import arguments as early_arguments
 from megaconv.megatron.states.early_gpt2 import is_early
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
+from megaconv.megatron.states.releases import note_release
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.beside import BESIDE
 from megaconv.model.ceilings import ITERATION, OPERATIONS, VOCABULARY
@@ -117,6 +118,7 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
         raise CorruptCheckpoint(
             f"{ranks.files[first]}: has no args; Megatron writes them into every rank file"
         )
+    note_release(args, ranks.stored_names())
     return RankSource(listing, ranks, args)
 
 

@@ -30,7 +30,11 @@ _EXCEPTIONS = Exceptions(
     first=dict.fromkeys(
         ("self_attention", "cross_attention", "attn"), ("core_attention", "linear_proj")
     ),
-    last={"self_attention": ("q_layernorm", "k_layernorm", "kv_layernorm")},
+    # A local layer with Mamba 2 creates its norm after the mixer.
+    last={
+        "self_attention": ("q_layernorm", "k_layernorm", "kv_layernorm"),
+        "layers": ("norm",),
+    },
 )
 
 

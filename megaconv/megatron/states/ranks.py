@@ -16,6 +16,7 @@ from megaconv.megatron.states.early_gpt2 import with_later_names
 from megaconv.megatron.states.legacy_names import MODEL, flatten, holds_model
 from megaconv.megatron.states.names import EXTRA_STATE, NOT_PARAMETERS
 from megaconv.megatron.states.origin import require_one_save, require_own_directories
+from megaconv.megatron.states.releases import older_name
 from megaconv.megatron.states.whole_names import split_multimodal
 
 _log = logging.getLogger("megaconv")
@@ -31,10 +32,6 @@ _TAIL = (
 """Prefixes of tensors on the last stage."""
 _STACKS = ("encoder.layers.", "decoder.layers.")
 """Prefixes of layers in core's T5. A legacy model with a decoder always has an encoder too."""
-
-
-_MTP_LAYER = re.compile(r"((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
-"""The spelling in releases after core 0.16. Earlier releases, and distributed checkpoints, have transformer_layer."""
 
 
 class RankId(NamedTuple):
@@ -73,6 +70,12 @@ class Ranks:
             for ep in range(self.ep)
             if (tp_rank, pp_rank, ep) in self.states
         ]
+
+    def stored_names(self) -> list[str]:
+        """The names in the files of the first tensor rank, as the files have them."""
+        first = [self.states[rank] for stage in range(self.pp) for rank in self.of(0, stage)[:1]]
+        models = [state[key] for state in first for key in _model_keys(state)]
+        return [name for model in models for name in model]
 
     def dense(self, tp_rank: int, pp_rank: int) -> list[Weights]:
         """The weights of the first of these files, which has all tensors except the experts of other expert ranks."""
@@ -337,7 +340,7 @@ def _parameters(model: Iterable[tuple[str, Any]], path: Path) -> Iterator[tuple[
     for name, value in model:
         if not isinstance(name, str):
             raise CorruptCheckpoint(f"{path}: {name!r} is not the name of a parameter")
-        bare = _MTP_LAYER.sub(r"\1transformer_layer.", name.removeprefix("module."))
+        bare = older_name(name.removeprefix("module."))
         if bare.endswith(EXTRA_STATE):
             if sum(getattr(value, "shape", ())):
                 _log.warning("%s: %s holds FP8 scales, which are left out", path, bare)
