@@ -45,11 +45,16 @@ DEPRECATED = ("moe_deepep_num_sms", "moe_hybridep_num_sms")
 """Fields of GPU kernels that compute nothing. Core 0.19 refuses the defaults that older releases saved: they differ."""
 
 
+def installed_minor() -> int:
+    """The minor number of the installed release of Megatron core."""
+    return int(metadata.version("megatron-core").split(".")[1])
+
+
 def for_this_release(ckpt_format: str = "torch") -> dict[str, str]:
     """The saver's option for rank files that the installed release of Megatron core loads."""
-    major, minor, *_ = metadata.version("megatron-core").split(".")
-    release = "0.19" if int(minor) >= 19 else "0.17" if int(minor) >= 17 else "0.16"
-    return {"release": release} if ckpt_format == "torch" and major == "0" else {}
+    minor = installed_minor()
+    release = "0.19" if minor >= 19 else "0.17" if minor >= 17 else "0.16"
+    return {"release": release} if ckpt_format == "torch" else {}
 
 
 class OracleFailed(Exception):
