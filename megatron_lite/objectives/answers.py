@@ -14,6 +14,7 @@ from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import Batch
+from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.masked.vocabulary import vocabulary
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tasks.dataset import TaskDataset, epoch_samples, in_order, shuffled
@@ -149,6 +150,10 @@ class AnswerData(TrainingData):
             TaskDataset(valid, sequences, again) if len(again) else None,
             None,
         ]
+
+    def identity(self, setup: Setup) -> str:
+        """See TrainingData.identity. It is a hash of the texts, which the tokenizer doesn't change."""
+        return cache_key(examples=[list(example) for example in _examples(self.train)])
 
     def exam(self, setup: Setup) -> Exam:
         """Return the measurement after each epoch: every example of each file once."""

@@ -46,8 +46,7 @@ class Blocks(Objective):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
-        titles_by_corpus(settings)
-        return Corpus(self.sampling)
+        return Corpus(self.sampling, titles_by_corpus(settings))
 
     def sampling(self, setup: Setup) -> Sampling | None:
         settings = setup.settings

@@ -1,8 +1,10 @@
 """Indexed corpora as training data."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from formats.wording import counted
 from megaconv.options.values import byte_size
@@ -10,6 +12,7 @@ from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.corpora import parse_corpora, parse_split
 from megatron_lite.data.datasets import DEFAULT_SPLIT, DataOptions, Sampling, build_datasets
 from megatron_lite.data.index_cache import cache_key
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.named_corpora import read_names, with_prefixes
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.stored import DataCache
@@ -26,6 +29,8 @@ class Corpus(TrainingData):
     """The corpora of the data flags, or --mock-data."""
 
     sampling: MakeSampling
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """The prefix of a corpus -> the prefix of another dataset, of which its samples have parts."""
 
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
@@ -45,14 +50,25 @@ class Corpus(TrainingData):
         return build_datasets(options, setup.tokenizer, samples, self.sampling(setup))
 
     def identity(self, setup: Setup) -> str | None:
-        """See TrainingData.identity. It is a hash of the documents' lengths, because tokens are too many to be read."""
+        """See TrainingData.identity. It is a hash of the lengths of sequences and documents, because tokens are too many to
+        be read."""
         options = _options(setup.settings, setup.sizes)
         words = options.data_path or options.train_data_path
         if not words:
             return None
         cache = DataCache(options.data_cache_path, options.data_cache_bytes)
-        opened = [cache.dataset(prefix) for prefix in parse_corpora(words).prefixes]
-        return cache_key(parts=[cache_key(lengths=corpus.lengths) for corpus in opened])
+        prefixes = parse_corpora(words).prefixes
+        others = [self.beside[prefix] for prefix in prefixes if prefix in self.beside]
+        opened = [cache.dataset(prefix) for prefix in (*prefixes, *others)]
+        return cache_key(parts=[_lengths_key(corpus) for corpus in opened])
+
+
+def _lengths_key(corpus: IndexedDataset) -> str:
+    """Return a hash of the lengths of a dataset's sequences, and of the documents that they make up."""
+    of_one_sequence = np.arange(len(corpus.lengths) + 1)
+    if np.array_equal(corpus.documents, of_one_sequence):
+        return cache_key(lengths=corpus.lengths)
+    return cache_key(lengths=corpus.lengths, documents=corpus.documents)
 
 
 def _samples_of_an_epoch(settings: Settings, seq: int) -> int:

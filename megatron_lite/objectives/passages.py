@@ -13,6 +13,7 @@ from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.blocks.special import special_tokens
+from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tasks.dataset import epoch_samples, shuffled
 from megatron_lite.data.tasks.passages import PassageDataset, Question, read_questions
@@ -136,3 +137,7 @@ class PassageData(TrainingData):
             fills=False,
         )
         return [train if each else None, valid if len(again) else None, None]
+
+    def identity(self, setup: Setup) -> str:
+        """See TrainingData.identity. It is a hash of the texts, which the tokenizer doesn't change."""
+        return cache_key(questions=[repr(question) for question in self.train])

@@ -18,6 +18,7 @@ from megatron_lite.data.encoding import BadRecord, read_fields
 from megatron_lite.data.finetuning.dataset import shuffled_epochs
 from megatron_lite.data.finetuning.forms import Message, listed, read_turns
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
+from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer, has_chat_template
 from megatron_lite.inference.prompts import encode, encode_chat
@@ -163,6 +164,11 @@ class PromptData(TrainingData):
             PromptDataset(shuffled_epochs(valid, samples[1], seed)) if has_evaluation else None,
             None,
         ]
+
+    def identity(self, setup: Setup) -> str:
+        """See TrainingData.identity. It is a hash of all prompts, and of the columns that rewards read."""
+        ids = [list(prompt.ids) for prompt in self.train]
+        return cache_key(ids=ids, columns=[repr(dict(prompt.columns)) for prompt in self.train])
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of prompts and rewards."""

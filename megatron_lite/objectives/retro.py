@@ -94,6 +94,12 @@ class RetroData(TrainingData):
             for split, count in zip(SPLITS, samples, strict=True)
         ]
 
+    def identity(self, setup: Setup) -> str:
+        """See TrainingData.identity."""
+        return self.project.identity(
+            "train", with_neighbors=retrieves(setup.config, setup.settings)
+        )
+
 
 def dataset_of(project: Project, setup: Setup, split: str, *, wanted: bool) -> RetroDataset | None:
     """Return the dataset of a split; None if it has no samples. wanted: with neighbors."""

@@ -19,22 +19,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_small
 from megaconv.errors import UsageError
 from megatron_lite.data.corpora import parse_corpora
 from megatron_lite.data.datasets import DataOptions
+from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.indexed import IndexedDataset, bin_path, idx_path
 from megatron_lite.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_lite.retrieval.array_files import FORMATS, ArrayFiles
 from megatron_lite.retrieval.retro.database import ChunkDatabase
 from megatron_lite.retrieval.retro.neighbors import Neighbors, open_neighbors
-from megatron_lite.retrieval.retro.project_settings import ProjectSettings, read_settings
+from megatron_lite.retrieval.retro.project_settings import CONFIG, ProjectSettings, read_settings
 from megatron_lite.retrieval.retro.windows import Windows, windows_of
 
 INFOS = "indexed_dataset_infos.json"
 _BLOCK = 1 << 20
+_SEEN = 64
+"""Rows of a large array that its hash depends on."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,22 @@ class Project:
         )
         return windows_of(options, self.prefixes, split, settings.samples(split), cache)
 
+    def identity(self, split: str, *, with_neighbors: bool) -> str:
+        """Return a hash of a split's samples: settings, lengths of documents, some of its neighbours and some chunks."""
+        parts: dict[str, object] = {
+            "settings": read_small(self.path / CONFIG, SIDECAR_BYTES).decode("utf-8", "replace"),
+            "lengths": [cache_key(lengths=dataset.lengths) for dataset in self.datasets],
+        }
+        neighbors = self.neighbors(split) if with_neighbors else None
+        if neighbors is not None:
+            chunks = self.database(eod=0).chunks
+            parts["chunks"] = [len(chunks), chunks[_spread(len(chunks))].tolist()]
+            parts["neighbors"] = [
+                neighbors.of_sample(sample, neighbors.saved).tolist()
+                for sample in _spread(len(neighbors)).tolist()
+            ]
+        return cache_key(**parts)
+
     def check_data(self) -> None:
         """Raise UsageError if a dataset isn't the one of the build. Megatron's projects don't record their datasets."""
         recorded = self.settings.own.get("data", {})
@@ -148,6 +170,11 @@ def open_project(path: Path | str) -> Project:
             f"{project}: no such directory; --retro-project-dir names a Retro project"
         )
     return Project(project, read_settings(project))
+
+
+def _spread(count: int) -> NDArray[np.int64]:
+    """Return at most 64 of `count` numbers, spread evenly from the first to the last."""
+    return np.linspace(0, max(0, count - 1), min(count, _SEEN)).astype(np.int64)
 
 
 def data_record(prefix: str) -> dict[str, int]:
