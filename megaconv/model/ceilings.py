@@ -51,6 +51,8 @@ _FIELDS = {
     "compressed.short": POSITIONS, "compressed.long": POSITIONS, "compressed.index_heads": WIDTH, "compressed.index_dim": WIDTH,
 }  # fmt: skip
 """Dotted name of a configuration's field -> its limit."""
+SIZE_FIELDS = frozenset(_FIELDS)
+"""The fields that are sizes or numbers of something."""
 
 _COUNTS = re.compile(r"(?!.*(size|dim|theta)).*layer.*|first_k_dense_replace|decoder_sparse_step")
 """Keys by which config.json counts layers: num_hidden_layers, n_layer, max_window_layers. Other keys give a size that

@@ -1,6 +1,7 @@
 """Every key that transformers' own configuration classes have is read, known with one value, or listed as harmless."""
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -276,6 +277,42 @@ def test_keys_of_mistral_4_that_follow_from_others_have_to_agree(
 def test_a_kolibri_without_a_window_is_refused_by_name() -> None:
     with pytest.raises(UnknownFamily, match="sliding_window None is not supported"):
         families()["kolibri1"].read_hf(raw_config("kolibri1", sliding_window=None))
+
+
+NEGATIVE: tuple[tuple[str, str, Any], ...] = (
+    *((name, "sliding_window", -1) for name in ("mistral", "gemma2", "gpt_oss", "cohere2")),
+    *((name, "first_k_dense_replace", -1) for name in ("deepseek_v3", "glm4_moe", "cohere2_moe")),
+    *((name, "num_dense_layers", -2) for name in ("afmoe", "lfm2_moe")),
+    *(("minimax_m3_vl_text", f"index_{name}", -4) for name in ("block_size", "topk_blocks", "local_blocks")),
+    ("mistral4", "original_max_position_embeddings", -64),
+    ("deepseek_v3", "n_shared_experts", -1),
+    ("deepseek_v3", "q_lora_rank", -3),
+    ("deepseek_v4", "compress_rope_theta", -5.0),
+    ("gpt2", "n_inner", -8),
+    ("gpt_neox", "rotary_pct", -0.5),
+    ("glm4", "partial_rotary_factor", -0.5),
+    ("muse_spark_text", "post_norm_eps", -1e-6),
+    ("nemotron_h", "moe_latent_size", -12),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "key", "value"), NEGATIVE)
+def test_a_negative_size_is_refused_by_its_key(family: str, key: str, value: float) -> None:
+    words = rf"config\.json: {key}.* should be (0 or more|a positive number), found {value}"
+    with pytest.raises(CorruptCheckpoint, match=words):
+        families()[family].read_hf({**raw_config(family), key: value})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_accepts_a_negative_number_for_a_size_of_its_config_json(name: str) -> None:
+    raw = raw_config(name)
+    read = {key for each in families()[name].keys for key in each.names}
+    sizes = [key for key in raw if re.search("size|_dim$|^n_|^num_|_rank$|heads$|_layers$", key)]
+    numbers = [key for key in sizes if key in read and type(raw[key]) is int]
+    assert numbers
+    for key in numbers:
+        with pytest.raises(CheckpointError):
+            families()[name].read_hf({**raw, key: -max(1, raw[key])})
 
 
 @pytest.mark.parametrize("value", [-1e-6, -1.0])

@@ -16,6 +16,7 @@ from typing import Any
 
 from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnknownFamily
+from megaconv.families.parts.computable import require_computable, require_counts
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
@@ -354,23 +355,6 @@ def by_own_names(raw: Raw, aliases: Mapping[str, str]) -> Raw:
     return found
 
 
-def _require_computable(found: Fields, names: str) -> None:
-    """Raise CorruptCheckpoint for a number with which no layer computes: a root of a negative number, or powers of one.
-
-    names: the keys that gave the fields.
-    """
-    epsilon = found.get("norm.epsilon")
-    if isinstance(epsilon, float) and epsilon < 0:
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: {names}: the epsilon of norms should be 0 or more, found {epsilon}; correct it"
-        )
-    for theta in (found.get("positions.theta"), found.get("positions.local_theta")):
-        if isinstance(theta, float) and theta <= 0:
-            raise CorruptCheckpoint(
-                f"{CONFIG_NAME}: {names}: rope_theta should be a positive number, found {theta}; correct it"
-            )
-
-
 def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: Raw) -> ModelConfig:
     """The model that a config.json describes.
 
@@ -386,8 +370,9 @@ def read_keys(family: str, keys: Sequence[Keys], fixed: Fields, only: Raw, raw: 
     for each in keys:
         present = ", ".join(name for name in each.names if name in raw)
         with well_formed(f"{CONFIG_NAME}: {present}" if present else CONFIG_NAME):
+            require_counts(CONFIG_NAME, raw, each.names)
             found = each.read(raw)
-        _require_computable(found, present)
+        require_computable(CONFIG_NAME, found, raw, each.names)
         given |= found
     return from_fields(family, given, dict(raw))
 
