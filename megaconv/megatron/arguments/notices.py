@@ -9,17 +9,22 @@ from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.beyond_core import is_of_the_trainer
 from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
 from megaconv.megatron.arguments.rope import has_yarn
-from megaconv.megatron.arguments.write import is_representable
+from megaconv.megatron.arguments.write import is_representable, left_out_of_arguments
 from megaconv.model.config import ModelConfig
+
+_FOR_WHOM = (
+    "its checkpoints are for megatron-lite, and for `megaconv convert` to Hugging Face's files"
+)
 
 
 def run_notices(config: ModelConfig) -> tuple[str, ...]:
     """Notices for the user on the checkpoints of a run that trains this model."""
     if is_of_the_trainer(config) or not is_representable(config):
-        return (
-            "Megatron core has no modules for this model: its checkpoints are for megatron-lite, and for `megaconv convert` to "
-            "Hugging Face's files",
-        )
+        return (f"Megatron core has no modules for this model: {_FOR_WHOM}",)
+    left_out = left_out_of_arguments(config)
+    if left_out:
+        fields = ", ".join(left_out)
+        return (f"Megatron's arguments can't describe this model's {fields}: {_FOR_WHOM}",)
     return (*core_notices(config), *embedding_notices(config), *script_notices(config))
 
 

@@ -160,6 +160,21 @@ def is_representable(config: ModelConfig) -> bool:
     return not any(applies for applies, _ in refusals)
 
 
+def left_out_of_arguments(config: ModelConfig) -> tuple[str, ...]:
+    """The fields that the checkpoints of a trainer's run have in their config.json alone. Megatron doesn't know them."""
+    written = to_arguments(
+        config,
+        Layout(stage_layers=(config.layer_count,)),
+        TrainingState(),
+        transformer_impl="local",
+        grouped_experts=False,
+        vocab_divisor=1,
+        padded_vocab=config.vocab,
+        beside_config=True,
+    )
+    return tuple(written.get(LEFT_OUT, ()))
+
+
 def _require_representable(config: ModelConfig, *, legacy: bool, beside_config: bool) -> None:
     """Raise NotExpressible for the first problem that applies."""
     for applies, reason in _refusals(config, legacy=legacy, beside_config=beside_config):

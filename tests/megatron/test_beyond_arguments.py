@@ -1,4 +1,4 @@
-"""Megatron's arguments for routers that Megatron doesn't have: megaconv's own ones, in checkpoints of the trainer alone."""
+"""Models that Megatron's arguments can't describe: the trainer's own arguments for their routers, and what its runs say."""
 
 from argparse import Namespace
 from typing import Any
@@ -67,3 +67,19 @@ def test_another_value_than_true_or_false_is_refused_by_name(name: str) -> None:
     written = arguments(COMMAND, beside_config=True) | {name: "yes"}
     with pytest.raises(CorruptCheckpoint, match=f"{name} should be true or false, found 'yes'"):
         from_arguments(Namespace(**written), found_in_tensors(COMMAND), family="cohere2_moe")
+
+
+@pytest.mark.parametrize("name", ["phi", "falcon", "cohere2_moe", "opt"])
+def test_a_run_says_that_megatrons_arguments_lack_fields_of_its_model(name: str) -> None:
+    """The converter refuses Megatron for these models, and a run saves them with a config.json."""
+    config = read(raw_config(name))
+    with pytest.raises(NotExpressible, match="which Megatron's arguments can't represent"):
+        arguments(config)
+    (notice,) = run_notices(config)
+    left_out = arguments(config, beside_config=True)[LEFT_OUT]
+    assert f"can't describe this model's {', '.join(left_out)}: its checkpoints are for" in notice
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "deepseek_v3", "nemotron_h"])
+def test_a_run_of_a_model_of_megatrons_says_nothing_about_fields(name: str) -> None:
+    assert not [line for line in run_notices(read(raw_config(name))) if "can't describe" in line]
