@@ -21,6 +21,7 @@ from megaconv.megatron.distributed.bridge_files import (
 )
 from megaconv.megatron.rank_files.output_layout import choose_layout
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
+from megaconv.megatron.states.hybrid_form import GPT, HYBRID, MODEL, hybrid_name, writes_hybrid
 from megaconv.megatron.states.names import core_order, extra_states
 from megaconv.megatron.states.releases import (
     FOR_RELEASE,
@@ -59,7 +60,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if config.head.activation and "activation" in options.allow_lossy:
         config = changed(config, {"head.activation": "gelu"})
         header = replace(header, config=config)
-    if config.has("hybrid_stack mixture") and options.transformer_impl == "transformer_engine":
+    hybrid = writes_hybrid(options.extra, header.training.arguments)
+    in_stack = config.has("mixture") and (hybrid or config.has("hybrid_stack"))
+    if in_stack and options.transformer_impl == "transformer_engine":
         # Megatron core's hybrid stack has no other experts.
         options = replace(options, grouped_experts=True)
     layout = choose_layout(config, header.layout, options)
@@ -74,10 +77,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         planned = plan_dist(header, options, layout)
     else:
         release = release_for(options.extra, header.training.arguments)
-        style = _style(config, options, release)
+        style = _style(config, options, release, hybrid=hybrid)
         implementation = options.transformer_impl
         planned = plan_ranks(header, options, layout, style, transformer_impl=implementation)
-        _warn(release_notices(config, release))
+        _warn(() if hybrid else release_notices(config, release))
     if FOR not in options.extra:
         _warn(script_notices(config))
     if layout.tp > config.attention.kv_heads:
@@ -90,8 +93,11 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     return replace(planned, notices=(*planned.notices, *core_notices(config)))
 
 
-def _style(config: ModelConfig, options: SaveOptions, release: str) -> ModelStyle:
-    """The names, their order and the extra states in rank files of a release of Megatron core."""
+def _style(config: ModelConfig, options: SaveOptions, release: str, *, hybrid: bool) -> ModelStyle:
+    """The names, their order and the extra states in rank files of a release of Megatron core.
+
+    hybrid: True for the form of a HybridModel.
+    """
     naming = core_naming(
         options.transformer_impl,
         "grouped" if options.grouped_experts else "",
@@ -99,7 +105,8 @@ def _style(config: ModelConfig, options: SaveOptions, release: str) -> ModelStyl
     )
     order = order_for(release, core_order(family(config.family).rows, naming))
     states = partial(extra_states, naming=naming)
-    return ModelStyle(naming, order, states, renamed=names_for(release))
+    renamed = hybrid_name if hybrid else names_for(release)
+    return ModelStyle(naming, order, states, renamed=renamed)
 
 
 def _warn(notices: Iterable[str]) -> None:
@@ -155,7 +162,10 @@ def _check(config: ModelConfig, options: SaveOptions) -> None:
         raise UsageError(
             f"--option {FOR_RELEASE}: has no effect, because the keys of {options.ckpt_format} are the same in all releases; leave it out"
         )
-    is_for_bridge(options)
+    if is_for_bridge(options) and options.extra.get(MODEL) == HYBRID:
+        raise UsageError(
+            f"--option {MODEL}={HYBRID}: Megatron-Bridge builds these models as GPTModel; leave one of both options out"
+        )
 
 
 SAVER = Saver(
@@ -167,6 +177,8 @@ SAVER = Saver(
         "elements last), or `0.19` (0.19 and later; the default)",
         FOR_RELEASE: f"the release of Megatron core that will load rank files (torch), whose names differ: {' or '.join(RELEASES)} "
         "(and later ones); default: the source's, else 0.16",
+        MODEL: f"the class of Megatron core that loads the output: `{GPT}` (GPTModel), or `{HYBRID}` (HybridModel of core 0.19, which "
+        "has a layer for each mixer and for each MLP); default: the source's, else GPTModel",
         FOR: f"`{BRIDGE}`: torch_dist with the run_config.yaml from which Megatron-Bridge builds the model; Megatron-LM loads it as well",
         ADAPTER_KIND: f"of an adapter: `{FUSED}` for Megatron-Bridge's LoRA, where the adapter has an A for each part of a fused layer "
         "(left out: its CanonicalLoRA)",

@@ -21,7 +21,8 @@ def layers(args: Namespace) -> list[int]:
 
 def settings(args: Namespace) -> dict[str, Any]:
     """Fields of the configuration with another value than the arguments'."""
-    return {"deterministic_mode": True} if layers(args) else {}
+    is_hybrid = "G" in (getattr(args, "hybrid_layer_pattern", None) or "")
+    return {"deterministic_mode": True} if layers(args) or is_hybrid else {}
 
 
 def put_into(
@@ -30,19 +31,11 @@ def put_into(
     """Give the linear layers of a block their mixer. Distributed checkpoints call a norm before it as Transformer Engine does."""
     from copy import deepcopy
 
-    from megatron.core.ssm import gated_delta_net
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     if not layers(args):
         return
-    replace_length()
-    parts = gated_delta_net.GatedDeltaNetSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
-    )
     first, count = (
         get_transformer_layer_offset(config, virtual_stage),
         get_num_layers_to_build(config, virtual_stage),
@@ -50,14 +43,26 @@ def put_into(
     for index, is_linear in enumerate(layers(args)[first : first + count]):
         if is_linear:
             layer = spec.layer_specs[index] = deepcopy(spec.layer_specs[index])
-            layer.submodules.self_attention = ModuleSpec(
-                module=gated_delta_net.GatedDeltaNet, submodules=parts
-            )
+            layer.submodules.self_attention = mixer()
             keys = layer.submodules.sharded_state_dict_keys_map
             layer.submodules.sharded_state_dict_keys_map = {
                 **keys,
                 "input_layernorm.": "self_attention.in_proj.layer_norm_",
             }
+
+
+def mixer() -> Any:
+    """The specification of core's own module, of its local layers."""
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    replace_length()
+    parts = gated_delta_net.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    return ModuleSpec(module=gated_delta_net.GatedDeltaNet, submodules=parts)
 
 
 def replace_length() -> None:

@@ -12,17 +12,29 @@ from copy import copy
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tests import delta_net_oracle
+
 if TYPE_CHECKING:
     import torch
     from megatron.core.transformer import TransformerConfig
 
 
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+"""The first is of core 0.17 and later, and may have stages and MTP layers."""
+
+
 def is_hybrid(args: Namespace) -> bool:
-    return getattr(args, "hybrid_override_pattern", None) is not None
+    return any(getattr(args, name, None) for name in PATTERNS)
 
 
-def build(args: Namespace, config: "TransformerConfig") -> Any:
-    """One pipeline stage, as mamba_builders.py of Megatron-LM makes it."""
+def virtual_stages(args: Namespace) -> int:
+    """The number of virtual stages that hybrid_layer_pattern gives, as validate_args of core 0.19 derives it."""
+    main = str(getattr(args, "hybrid_layer_pattern", None) or "").partition("/")[0]
+    return (main.count("|") + 1) // args.pipeline_model_parallel_size
+
+
+def build(args: Namespace, config: "TransformerConfig", virtual_stage: int | None) -> Any:
+    """One model chunk, as mamba_builders.py of Megatron-LM makes it, or as hybrid.py of core 0.19 does."""
     leave_generation_out()
     replace_kernels()
     if config.moe_latent_size:
@@ -30,16 +42,19 @@ def build(args: Namespace, config: "TransformerConfig") -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.mamba import MambaModel
 
+    at: dict[str, Any] = {"ignore_virtual": False, "vp_stage": virtual_stage}
+    given = {name: getattr(args, name, None) for name in PATTERNS}
+    patterns = {name: pattern for name, pattern in given.items() if pattern}
+    if virtual_stage is not None:
+        patterns["vp_stage"] = virtual_stage
     return MambaModel(
         config=config,
         mamba_stack_spec=local_stack(args),
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        hybrid_attention_ratio=args.hybrid_attention_ratio,
-        hybrid_mlp_ratio=args.hybrid_mlp_ratio,
-        hybrid_override_pattern=args.hybrid_override_pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(**at),
+        post_process=parallel_state.is_pipeline_last_stage(**at),
+        **patterns,
         parallel_output=False,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
@@ -98,6 +113,7 @@ def local_stack(args: Namespace) -> Any:
     mixer = ModuleSpec(
         MambaMixer, submodules=MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear)
     )
+    norm = WrappedTorchNorm if args.qk_layernorm else None
     attention = ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -105,6 +121,8 @@ def local_stack(args: Namespace) -> Any:
             linear_qkv=ColumnParallelLinear,
             core_attention=DotProductAttention,
             linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            k_layernorm=norm,
         ),
     )
     mlp = ModuleSpec(
@@ -139,7 +157,34 @@ def local_stack(args: Namespace) -> Any:
             TransformerLayer, submodules=TransformerLayerSubmodules(mlp=experts, **before_mlp)
         ),
     )
+    if hasattr(layers, "gdn_layer"):
+        delta_net = TransformerLayerSubmodules(
+            self_attention=delta_net_oracle.mixer(), **before_attention
+        )
+        layers.gdn_layer = ModuleSpec(TransformerLayer, submodules=delta_net)
+        layers.mtp_block_spec = predicting_layers()
     return ModuleSpec(MambaStack, submodules=layers)
+
+
+def predicting_layers() -> Any:
+    """The MTP layers of hybrid_layer_specs.py of core 0.19, of local layers."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction as predicting
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    parts = predicting.MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=None,
+        layer_norm=WrappedTorchNorm,
+    )
+    layer = ModuleSpec(predicting.MultiTokenPredictionLayer, submodules=parts)
+    return ModuleSpec(
+        predicting.MultiTokenPredictionBlock,
+        submodules=predicting.MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+    )
 
 
 def leave_generation_out() -> None:

@@ -263,6 +263,8 @@ def virtual_stages(args: Namespace) -> int | None:
             args.pipeline_model_parallel_layout
         )
         found = stages // args.pipeline_model_parallel_size
+    elif mamba_oracle.virtual_stages(args) > 1:
+        found = mamba_oracle.virtual_stages(args)
     elif args.num_layers_per_virtual_pipeline_stage is not None:
         found = (
             args.num_layers
@@ -337,7 +339,7 @@ def build(args: Namespace, virtual_stage: int | None, needs: Needs = CORES_OWN) 
     if encoder_oracle.is_bert(args):
         return encoder_oracle.build_bert(args, transformer_config(args), virtual_stage)
     if mamba_oracle.is_hybrid(args):
-        return mamba_oracle.build(args, transformer_config(args))
+        return mamba_oracle.build(args, transformer_config(args), virtual_stage)
     return build_gpt(args, virtual_stage, needs)
 
 
@@ -496,6 +498,8 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
         # Without labels GPTModel doesn't know what to do with what further layers predict: so it gives it back, after the
         # main logits as if it were more of the sequence.
         chunk.config.mtp_num_layers = None
+        if mamba_oracle.is_hybrid(args):  # HybridModel goes by its own attribute
+            chunk.mtp_process = False
         chunks.append(chunk)
     return chunks
 
@@ -511,7 +515,7 @@ def as_others_do(args: Namespace, chunk: "GPTModel") -> None:
 
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
-            if name.endswith("layernorm.weight"):
+            if name.endswith(("layernorm.weight", "decoder.final_norm.weight")):
                 parameter.add_(1)
     if chunk.pre_process and args.normalization == "RMSNorm" and not args.attention_output_gate:
         chunk.embedding.register_forward_hook(

@@ -31,6 +31,7 @@ from megaconv.megatron.arguments.whole import HF_NAMES
 from megaconv.megatron.arguments.write import LEFT_OUT
 from megaconv.megatron.optimizer.buffers import bucket_sizes
 from megaconv.megatron.rank_files import configuration
+from megaconv.megatron.states.hybrid_form import MODEL_CLASS
 from megaconv.megatron.states.origin import OF_ONE_RUN
 from megaconv.megatron.states.releases import NAMED_BY
 from megaconv.model.config import ModelConfig
@@ -109,6 +110,7 @@ def test_nothing_is_listed_that_no_release_has() -> None:
         INDEXER_ORDER,
         HF_NAMES,
         NAMED_BY,
+        MODEL_CLASS,
         *OF_TASKS.split(),
     }
     assert (
@@ -219,7 +221,13 @@ def test_the_list_of_read_arguments_equals_the_arguments_that_are_read(
     assert names - READ - REFUSED.keys() == set(OF_ONE_RUN)
     # Of buckets of grouped experts, of vocabularies that are there, of models that see or hear, which no fixture has, and of
     # the saver.
-    assert READ - names == {"moe_use_legacy_grouped_gemm", "merge_file", HF_NAMES, NAMED_BY}
+    assert READ - names == {
+        "moe_use_legacy_grouped_gemm",
+        "merge_file",
+        HF_NAMES,
+        NAMED_BY,
+        MODEL_CLASS,
+    }
 
 
 ONE_OF_EACH_KIND = {

@@ -21,7 +21,7 @@ from megaconv.model.ir import Key
 from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
-from tests.megatron_oracle import for_this_release, read_rank_file
+from tests.megatron_oracle import for_this_release, installed_minor, read_rank_file
 from tests.optimizer_models import (
     SCHEDULER,
     load,
@@ -538,14 +538,22 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "mamba, torch_dist": (mamba, {"tp": 2, "ckpt_format": "torch_dist"}),
         "mamba, distributed": (mamba, {"tp": 2, "use_distributed_optimizer": True}),
     }
+    if installed_minor() >= 19:
+        stages = {"pp": 2, "layer_split": (1, 2), "options": {"model": "hybrid"}}
+        cases |= {
+            "HybridModel": (hybrid, {"tp": 2, **stages}),
+            "HybridModel, torch_dist": (hybrid, {**stages, "ckpt_format": "torch_dist"}),
+            "HybridModel, distributed": (hybrid, {**stages, "use_distributed_optimizer": True}),
+        }
     for name, (source, options) in cases.items():
+        asked = options.pop("options", {})
         release = for_this_release(options.get("ckpt_format", "torch"))
         megaconv.convert(
             source,
             tmp_path / "from" / name,
             saver="core",
             transformer_impl="local",
-            options=release,
+            options={**release, **asked},
             **options,
         )
     step([(tmp_path / "from" / name, tmp_path / "to" / name) for name in cases], tmp_path)

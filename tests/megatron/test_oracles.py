@@ -17,6 +17,8 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import per_layer
 from tests.conftest import FIXTURES
+from tests.families.test_delta_nets import with_mtp
+from tests.families.test_families import write_model
 from tests.megatron_oracle import (
     Megatron,
     OracleFailed,
@@ -174,6 +176,57 @@ def test_megatron_computes_what_transformers_computes(
         reference.tokens,
     )
     assert_close(logits[..., :VOCAB], reference.logits)
+
+
+AS_HYBRIDS = {
+    "qwen3_next": ["tp2 pp1 ep2", "tp1 pp2 ep2"],
+    "qwen3_5": ["tp2 pp2, layers 1+3"],
+    "qwen3_5_moe": ["tp2 pp1 ep2"],
+    "llama": ["tp2 pp2 vpp2"],
+    "mixtral": ["tp1 pp1 ep1"],
+}
+"""Models as HybridModel, and their layouts."""
+
+
+@pytest.mark.skipif(
+    installed_minor() < 19, reason="HybridModel with gated delta nets is of core 0.19"
+)
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+@pytest.mark.parametrize(
+    ("variant", "layout"),
+    [(name, layout) for name, layouts in AS_HYBRIDS.items() for layout in layouts],
+)
+def test_a_hybrid_model_of_megatron_computes_what_transformers_computes(
+    variant: str,
+    layout: str,
+    ckpt_format: str,
+    references: References,
+    megatron: Megatron,
+    tmp_path: Path,
+) -> None:
+    reference = references(variant)
+    settings = {**options(variant, layout), "options": {"model": "hybrid"}}
+    core = to_core(reference.directory, tmp_path / "core", ckpt_format=ckpt_format, **settings)
+    assert_close(megatron.logits(core, reference.tokens)[..., :VOCAB], reference.logits)
+
+
+@pytest.mark.skipif(
+    installed_minor() < 19, reason="HybridModel with gated delta nets is of core 0.19"
+)
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_a_hybrid_model_loads_its_layers_for_multi_token_prediction(
+    ckpt_format: str, megatron: Megatron, tmp_path: Path
+) -> None:
+    """Loading is strict. The logits come from the other layers."""
+    import torch
+
+    hf = with_mtp(write_model(tmp_path / "hf", "qwen3_next"))
+    tokens = torch.arange(24).reshape(2, 12) % 16
+    megaconv.convert(hf, tmp_path / "fp32", saver="hf", dtype="fp32")
+    settings: dict[str, Any] = {"pp": 2, "layer_split": (1, 2), "options": {"model": "hybrid"}}
+    core = to_core(tmp_path / "fp32", tmp_path / "core", ckpt_format=ckpt_format, **settings)
+    expected = compute(load(tmp_path / "fp32"), tokens)
+    assert_close(megatron.logits(core, tokens)[..., : expected.shape[-1]], expected)
 
 
 DISTRIBUTED = [

@@ -58,7 +58,8 @@ _READ = """
     attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar
     retro_add_retriever retro_chunk_length retro_encoder_layers retro_num_neighbors retro_num_retrieved_chunks
     megaconv_left_out megaconv_latent_norm_epsilon megaconv_least_time_step megaconv_qk_norm_width megaconv_indexer_order
-    megaconv_named_by megaconv_hf_names megaconv_unpredicted_tokens megaconv_renormalized_experts megaconv_bias_on_logits
+    megaconv_named_by megaconv_model_class
+    megaconv_hf_names megaconv_unpredicted_tokens megaconv_renormalized_experts megaconv_bias_on_logits
 """
 READ = frozenset(_READ.split())
 """The arguments of a checkpoint that megaconv reads."""

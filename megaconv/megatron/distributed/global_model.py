@@ -15,6 +15,7 @@ from megaconv.families import family
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
 from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm
+from megaconv.megatron.states.hybrid_form import hybrid_name
 from megaconv.megatron.states.names import extra_states, is_of_linear_layer
 from megaconv.megatron.states.whole_names import in_whole
 from megaconv.model.beside import BESIDE
@@ -71,15 +72,19 @@ class GlobalModel:
         *,
         local: bool,
         rope_last: bool,
+        hybrid: bool,
     ) -> "GlobalModel":
         """The model in one piece. layout: the layout whose ranks the chunks are made for. vocab_rows: with padding.
 
         local: True for Megatron's own layers instead of Transformer Engine's. rope_last: True if indexers have their
-        rotary elements last. Raises NotExpressible if stacked layers would have different dtypes.
+        rotary elements last. hybrid: True for the form of a HybridModel.
+        Raises NotExpressible if stacked layers would have different dtypes.
         """
-        keys = _Keys.of(header.config, local=local)
+        keys = _Keys.of(header.config, local=local, hybrid=hybrid)
         naming = with_rope_last(keys.naming) if rope_last else keys.naming
         natives = _written_tensors(header.config, naming, vocab_rows)
+        if hybrid:
+            natives = [native._replace(name=hybrid_name(native.name)) for native in natives]
         tensors = list(_placed_tensors(natives, keys, header, layout, optimizer))
         _require_one_dtype(tensors)
         return cls(
@@ -111,16 +116,16 @@ class _Keys:
     """True if the language model's keys have a prefix."""
 
     @classmethod
-    def of(cls, config: ModelConfig, *, local: bool) -> "_Keys":
+    def of(cls, config: ModelConfig, *, local: bool, hybrid: bool) -> "_Keys":
         # Latent attention and hybrids keep the names of their local layers.
-        keeps_local_names = bool(config.latent.kv_rank) or config.has("hybrid_stack")
+        keeps_local_names = hybrid or bool(config.latent.kv_rank) or config.has("hybrid_stack")
         is_renamed = local and not keeps_local_names
         local_naming = CORE_LOCAL_KEYS if is_renamed else CORE_LOCAL
         return cls(
             naming=local_naming if local else CORE,
             local=local,
             is_renamed=is_renamed,
-            stacked=stacks_layers(config),
+            stacked=stacks_layers(config) and not hybrid,
             is_multimodal=config.whole is not None,
         )
 

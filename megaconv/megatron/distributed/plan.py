@@ -25,6 +25,7 @@ from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_f
 from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
 from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
 from megaconv.megatron.rank_files.plan import megatron_args, tracker_and_sidecars
+from megaconv.megatron.states.hybrid_form import writes_hybrid
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Layout, divide
@@ -55,6 +56,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         optimizer,
         local=options.transformer_impl == "local",
         rope_last=hasattr(arguments, INDEXER_ORDER),
+        hybrid=writes_hybrid(options.extra, header.training.arguments),
     )
     model.objects.extend(_rng_objects(kept, layout))
 

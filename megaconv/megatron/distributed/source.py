@@ -28,6 +28,7 @@ from megaconv.megatron.distributed.run_config import (
     nemo_weights,
 )
 from megaconv.megatron.rank_files.source import RankSource
+from megaconv.megatron.states.hybrid_form import is_of_pairs, read_as_gpt, with_gpt_names
 from megaconv.megatron.states.origin import require_iteration
 from megaconv.megatron.states.ranks import RankId, Ranks, Weights
 from megaconv.model.beside import TOWER
@@ -89,6 +90,8 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
         args, writer = described.args, described.writer
         state.setdefault("iteration", state.get("global_step"))  # NeMo uses Lightning's global_step
         state |= described.state
+    if is_of_pairs(args):
+        tensors, args = with_gpt_names(tensors), read_as_gpt(args)
     require_iteration(version, _iteration_file(version), state.get("iteration"))
     if not options.metadata_only:
         _warn_of_scales(version, directory)

@@ -32,6 +32,7 @@ from megaconv.megatron.rank_files.iteration import (
     directory_iteration,
 )
 from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
+from megaconv.megatron.states.hybrid_form import hybrid_arguments, writes_hybrid
 from megaconv.megatron.states.order import NameOrder, Order
 from megaconv.megatron.states.origin import rank_of
 from megaconv.megatron.states.whole_names import in_whole
@@ -130,6 +131,8 @@ def megatron_args(
     if header.layout is not None:
         arguments |= latent_norm_argument(header.config) | time_step_argument(header.config)
     arguments |= whole_arguments(header.config.whole)
+    if writes_hybrid(options.extra, header.training.arguments):
+        arguments |= hybrid_arguments(header.config, layout)
     return Namespace(**arguments | {"params_dtype": TorchDtype(arguments["params_dtype"])})
 
 

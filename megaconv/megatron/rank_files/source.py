@@ -42,6 +42,7 @@ from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
 from megaconv.megatron.rank_files.configuration import are_ids, configure, vocabulary_size
 from megaconv.megatron.states.early_gpt2 import arguments as early_arguments
 from megaconv.megatron.states.early_gpt2 import is_early
+from megaconv.megatron.states.hybrid_form import is_of_pairs, ranks_as_gpt, read_as_gpt
 from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.megatron.states.releases import note_release
 from megaconv.model.assembled import Placed, assemble
@@ -119,6 +120,8 @@ def open_ranks(path: Path, options: LoadOptions, *, legacy: bool) -> RankSource:
             f"{ranks.files[first]}: has no args; Megatron writes them into every rank file"
         )
     note_release(args, ranks.stored_names())
+    if is_of_pairs(args):
+        return RankSource(listing, ranks_as_gpt(ranks), read_as_gpt(args))
     return RankSource(listing, ranks, args)
 
 
