@@ -22,6 +22,7 @@ from tests.documented_commands import (
     run_documented,
     shell_environment,
 )
+from tests.families.test_families import write_model
 from tests.models import write_llama
 from tests.neighbours import write_bridge, write_nemo
 from tests.runs import run
@@ -310,6 +311,7 @@ def special(page: str) -> Mapping[str, Make]:
             "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),
         },
         "docs/families.md": {"whisper-large": write_whisper},
+        "docs/hybrids.md": {"Qwen3-Next": lambda target: write_model(target, "qwen3_next")},
         "docs/grpo.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(
