@@ -20,12 +20,13 @@ from megaconv.engine.sidecars import copies
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.megatron.arguments.provider_fields import provider_fields
 from megaconv.megatron.distributed.run_config import LATEST, RUN_CONFIG, TRAIN_STATE
+from megaconv.megatron.states.hybrid_form import FOR
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
 from megaconv.options import SaveOptions
 
-FOR, BRIDGE = "for", "megatron-bridge"
+BRIDGE = "megatron-bridge"
 ADAPTER_KIND, FUSED = "lora", "fused"
 """An option and its value.
 

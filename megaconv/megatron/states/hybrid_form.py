@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from megaconv.errors import NotExpressible, UnknownFamily, UsageError
-from megaconv.megatron.distributed.bridge_files import FOR
 from megaconv.megatron.states.ranks import Ranks
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
@@ -26,6 +25,8 @@ Tensor = TypeVar("Tensor")
 
 MODEL = "model"
 """The saver's option: the class of Megatron core that loads the output."""
+FOR = "for"
+"""The saver's option for other software than Megatron-LM, which builds these models as GPTModel."""
 MODEL_CLASS = "megaconv_model_class"
 """megaconv's own argument while it converts: the class that saved the source."""
 GPT, HYBRID = "gpt", "hybrid"
@@ -161,7 +162,6 @@ def _halved(layers: int, what: str) -> int:
 def writes_hybrid(asked: Mapping[str, str], arguments: Mapping[str, Any]) -> bool:
     """True for an output in this form: by the option, otherwise as the source. Raises UsageError for an unknown class.
 
-    Megatron-Bridge builds these models as GPTModel.
     asked: the saver's options. arguments: those of the source's run.
     """
     as_source = GPT if FOR in asked else str(arguments.get(MODEL_CLASS, GPT))
