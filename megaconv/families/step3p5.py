@@ -25,6 +25,7 @@ from megaconv.families.parts.keys import (
     Keys,
     Raw,
     need_number,
+    need_positive,
     need_size,
     number,
     require_each_layer,
@@ -175,11 +176,21 @@ def _limits(key: str, field: str) -> Keys:
 _ROPES = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factors")
 
 
-def _rope_of_kind(raw: Raw, kind: str, layers: list[int]) -> dict[str, Any]:
-    """The rope object of one kind of layers: as transformers 5 has it, or from the lists of older files."""
+def _stated_ropes(raw: Raw, layers_of: Mapping[str, list[int]]) -> Mapping[str, Any]:
+    """The rope objects by kind of layers, as transformers 5 has them. Like transformers, none of them counts if a kind
+    that has layers is missing."""
     stated = raw.get("rope_parameters") or {}
-    if isinstance(stated.get(kind), dict):
-        return dict(stated[kind])
+    if not isinstance(stated, dict):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: rope_parameters should be an object, found {stated!r:.80}"
+        )
+    present = [kind for kind, layers in layers_of.items() if layers]
+    complete = all(isinstance(stated.get(kind), dict) for kind in present)
+    return {kind: stated[kind] for kind in present} if complete else {}
+
+
+def _older_rope(raw: Raw, kind: str, layers: list[int]) -> dict[str, Any]:
+    """The rope object of one kind of layers, from the lists of older files."""
     count = need_size(raw, "num_hidden_layers")
     theta = raw.get("rope_theta", 10000.0)
     thetas = _of_layers(
@@ -201,7 +212,9 @@ def _rope_of_kind(raw: Raw, kind: str, layers: list[int]) -> dict[str, Any]:
 def _read_ropes(raw: Raw) -> Fields:
     windowed = _windowed(raw)
     full = [layer for layer in range(need_size(raw, "num_hidden_layers")) if layer not in windowed]
-    ropes = [_rope_of_kind(raw, *each) for each in zip(_KINDS, (full, list(windowed)), strict=True)]
+    layers_of = dict(zip(_KINDS, (full, list(windowed)), strict=True))
+    stated = _stated_ropes(raw, layers_of)
+    ropes = [stated.get(kind) or _older_rope(raw, kind, layers_of[kind]) for kind in _KINDS]
     (base, scaling), (local_base, local_scaling) = (
         read_rope({"rope_parameters": rope}, 10000.0) for rope in ropes
     )
@@ -243,7 +256,7 @@ def _read_scale(raw: Raw) -> Fields:
     return {
         "attention.scale": None
         if scalar == head_dim
-        else need_number({_SCALAR: scalar}, _SCALAR, 0.0) ** -0.5
+        else need_positive({_SCALAR: scalar}, _SCALAR, 0.0) ** -0.5
     }
 
 

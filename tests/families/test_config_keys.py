@@ -335,6 +335,81 @@ def test_a_rotary_base_without_frequencies_is_refused(family: str, value: float)
             families()[family].read_hf(raw)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"factor": 0},
+        {"factor": -8.0},
+        {"factor": float("nan")},
+        {"factor": float("inf")},
+        {"low_freq_factor": -1.0},
+        {"high_freq_factor": 0.0},
+        {"original_max_position_embeddings": 0},
+        {"low_freq_factor": 4.0},
+        {"low_freq_factor": 4.0, "high_freq_factor": 1.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "apertus", "step3p5"])
+def test_a_rope_scaling_without_finite_angles_is_refused(
+    family: str, change: dict[str, float]
+) -> None:
+    scaling = {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+    def read(rope: dict[str, Any]) -> None:
+        kinds = {"full_attention": rope, "sliding_attention": {"rope_theta": 1e4}}
+        stated = kinds if family == "step3p5" else rope
+        raw = {**raw_config(family), "rope_parameters": stated, "rope_scaling": None}
+        families()[family].read_hf(raw)
+
+    read(scaling)
+    with pytest.raises(CorruptCheckpoint, match=next(iter(change))):
+        read(scaling | change)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_rope_that_is_stretched_by_no_positive_factor_is_refused(family: str) -> None:
+    for kind in ("linear", "yarn"):
+        for factor in (0, 0.0, -2.0):
+            rope = {"rope_type": kind, "rope_theta": 1e4, "factor": factor}
+            raw = {**raw_config(family), "rope_parameters": rope, "rope_scaling": None}
+            with pytest.raises(CorruptCheckpoint, match=r"factor.*should be a positive number"):
+                families()[family].read_hf(raw)
+
+
+_STEP_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}
+
+
+@pytest.mark.parametrize("missing", sorted(_STEP_ROPES))
+def test_no_rope_of_step_counts_if_that_of_a_kind_of_layers_is_missing(missing: str) -> None:
+    """transformers builds all of them anew from rope_theta then."""
+    raw = raw_config("step3p5")
+    layers = raw["num_hidden_layers"]
+    raw |= {
+        "layer_types": ["full_attention", "sliding_attention"] * (layers // 2),
+        "sliding_window": 8,
+    }
+    raw["rope_theta"] = 300.0
+    for rest in ({}, {missing: None}):
+        incomplete = {**_STEP_ROPES, **rest}
+        if not rest:
+            del incomplete[missing]
+        positions = families()["step3p5"].read_hf(raw | {"rope_parameters": incomplete}).positions
+        assert (positions.theta, positions.local_theta) == (300.0, 300.0)
+        assert (positions.rotary_percent, positions.local_rotary_percent) == (1.0, None)
+
+
+def test_a_scale_of_attention_that_is_no_number_of_step_is_refused() -> None:
+    with pytest.raises(NotExpressible, match=r"query_pre_attn_scalar.*positive number"):
+        families()["step3p5"].read_hf(raw_config("step3p5", query_pre_attn_scalar=-1))
+
+
 @pytest.mark.parametrize("family", ["granite", "granite_moe_hybrid", "hyperclovax"])
 @pytest.mark.parametrize(
     "key", ["embedding_multiplier", "residual_multiplier", "attention_multiplier"]

@@ -5,7 +5,7 @@ writes the older keys, which both versions understand. Rope of two kinds of laye
 """
 
 from collections.abc import Mapping, Sequence
-from math import isclose, log
+from math import inf, isclose, log
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
@@ -136,15 +136,29 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | N
         scaling[_ORIGINAL] = original
     if kind == "yarn" and scaling.get(_ORIGINAL) is None and _LENGTH in raw:
         scaling[_ORIGINAL] = raw[_LENGTH]  # as in transformers 5
+    _check_numbers(kind, scaling)
+    if kind == "default":
+        return theta, None
+    return theta, _without_the_usual(scaling)
+
+
+def _check_numbers(kind: str, scaling: Mapping[str, Any]) -> None:
+    """Raises CorruptCheckpoint for a scaling that lacks a number, or that gives no finite angles."""
     for name in _SCALING.get(kind, ()):
-        value = scaling.get(name)
+        value: Any = scaling.get(name)
         if type(value) not in (int, float):
             raise CorruptCheckpoint(
                 f"{CONFIG_NAME}: rope scaling {kind} has no number {name}: {scaling}"
             )
-    if kind == "default":
-        return theta, None
-    return theta, _without_the_usual(scaling)
+        if not 0 < value < inf:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {name} of rope scaling {kind} should be a positive number, found {value}"
+            )
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: low_freq_factor of rope scaling llama3 should be less than high_freq_factor, found "
+            f"{scaling['low_freq_factor']} and {scaling['high_freq_factor']}"
+        )
 
 
 def _without_the_usual(scaling: dict[str, Any]) -> dict[str, Any]:
