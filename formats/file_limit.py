@@ -37,5 +37,5 @@ def limit_reached(path: Path | str) -> CheckpointError:
     return CheckpointError(
         f"{path}: can't be opened: too many open files, of which this process may have {soft:,}; raise the limit (ulimit -n), "
         "and run again",
-        code="system-error",
+        code="too-many-files",
     )

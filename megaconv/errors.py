@@ -124,6 +124,9 @@ CODES = {
     "system-error": Cause(
         1, "the operating system refused something: no permission, a broken disk"
     ),
+    "too-many-files": Cause(
+        1, "this process may not open any further file; the limit (`ulimit -n`) is too low"
+    ),
     "no-renames": Cause(
         1, "directories can't be renamed at --save-dir, which is how an output appears"
     ),

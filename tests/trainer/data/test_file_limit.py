@@ -63,7 +63,7 @@ def test_a_reader_says_that_too_many_files_are_open(
         CheckpointError, match=r"too many open files, .* raise the limit"
     ) as refused:
         READERS[name](tmp_path)
-    assert refused.value.code == "system-error"
+    assert refused.value.code == "too-many-files"
 
 
 def test_a_source_that_cannot_be_opened_again_is_not_said_to_have_changed(
