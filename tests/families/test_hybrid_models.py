@@ -15,6 +15,7 @@ from tests.families.test_delta_nets import with_mtp
 from tests.families.test_families import assert_same, write_model
 from tests.megatron_oracle import read_rank_file
 from tests.optimizer_models import write_trained
+from tests.runs import run
 
 HYBRID: dict[str, Any] = {"saver": "core", "options": {"model": "hybrid"}}
 STAGES: dict[str, Any] = {"pp": 2, "layer_split": (2, 1)}
@@ -83,6 +84,26 @@ def test_another_layout_stays_a_hybrid_model_and_an_option_makes_it_a_gpt_model(
     assert gpt["linear_attention_freq"] == [1, 0, 1]
     for place in ("one", "gpt"):
         assert megaconv.fingerprint(tmp_path / place) == megaconv.fingerprint(hf)
+
+
+def test_the_command_line_of_a_hybrid_model_has_its_pattern(tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", "qwen3_next")
+    megaconv.convert(hf, tmp_path / "core", **STAGES, **HYBRID)
+    result = run("inspect", "--megatron-args", tmp_path / "core")
+    assert "--hybrid-layer-pattern 'GE*-|GE'" in result.out
+    assert (
+        "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec" in result.out
+    )
+    assert "--linear-num-key-heads" in result.out
+    for other in (
+        "--num-layers",
+        "--linear-attention-freq",
+        "--experimental",
+        "--is-hybrid",
+        "pipeline-num-layers",
+    ):
+        assert other not in result.out
+    assert "pretrain_hybrid.py" in result.err
 
 
 def test_optimizer_state_follows_the_layers(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megaconv.megatron.arguments.command_line import CommandLine, command_line
 from megaconv.megatron.arguments.run_arguments import OPTIMIZATION
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.distributed.run_config import nemo_weights
+from megaconv.megatron.states.hybrid_form import hybrid_arguments, writes_hybrid
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout, padded_vocab
 
@@ -62,6 +63,13 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
         name: value for name, value in given.items() if name in about_model or name in OPTIMIZATION
     }
     arguments |= {"is_bert": config.has("both_ways")}
+    if writes_hybrid({}, header.training.arguments):
+        # Core 0.19 derives both from the pattern, and has no flag for the second.
+        derived = {"num_layers": None, "is_hybrid_model": None}
+        arguments |= hybrid_arguments(config, layout) | derived
+        notes.append(
+            "the checkpoint is of a HybridModel: give these flags to pretrain_hybrid.py of Megatron core 0.19"
+        )
     arguments |= (
         _tokenizer(header, notes) | _checkpoint(header, place, notes) | _batch(arguments, notes)
     )
