@@ -91,9 +91,7 @@ def test_the_command_line_of_a_hybrid_model_has_its_pattern(tmp_path: Path) -> N
     megaconv.convert(hf, tmp_path / "core", **STAGES, **HYBRID)
     result = run("inspect", "--megatron-args", tmp_path / "core")
     assert "--hybrid-layer-pattern 'GE*-|GE'" in result.out
-    assert (
-        "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec" in result.out
-    )
+    assert "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec" in result.out
     assert "--linear-num-key-heads" in result.out
     for other in (
         "--num-layers",
