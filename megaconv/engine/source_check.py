@@ -178,10 +178,11 @@ def check_source(
         return SourceCheck(
             record, frozenset(differing), masters, notices, stored.source, remedy=remedy
         )
-    unlike = {str(key) for key in altered} | differing.keys()
+    cast: set[Key] = set()
     if streamed is not None:
-        unlike |= {str(key) for key, info in written.items() if streamed.get(key) != info}
-    return SourceCheck(record, frozenset(unlike), masters, notices, remedy=remedy)
+        cast.update(key for key, info in written.items() if streamed.get(key) != info)
+    unlike = {str(key) for key in cast.union(altered)} | differing.keys()
+    return SourceCheck(record, frozenset(unlike), masters - cast, notices, remedy=remedy)
 
 
 def _read_from_masters(record: Record, manifest: Mapping[Key, TensorInfo]) -> frozenset[Key]:

@@ -15,8 +15,9 @@ from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from tests.conftest import FIXTURES
+from tests.families.test_families import write_model
 from tests.put_together import elements, put_together
-from tests.runs import run
+from tests.runs import assert_refused, run, unchanged
 
 TORCH_DIST = sorted(path.name for path in FIXTURES.glob("dist-*"))
 ZARR = sorted(path.name for path in FIXTURES.glob("zarr-*"))
@@ -153,3 +154,13 @@ def test_a_tensor_with_an_inner_axis_keeps_it_in_its_chunks() -> None:
         ((4, 0, 0, 0), (1, 3, 1, 3), [("conv", (Region(Box(0, 3, 0, 3), 0),))]),
         ((4, 3, 0, 0), (1, 3, 1, 3), [("conv", (Region(Box(3, 6, 0, 3), 0),))]),
     ]
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist", "zarr"])
+def test_a_latent_projection_that_ranks_cannot_share_is_refused(form: str, tmp_path: Path) -> None:
+    """Megatron's own layers shard the down projection of latent attention. Transformer Engine's replicate it."""
+    source = write_model(tmp_path / "hf", "deepseek_v2", kv_lora_rank=5)
+    local = ("--ckpt-format", form, "--tp", 2, "--transformer-impl", "local")
+    with unchanged(tmp_path):
+        refused = run("convert", source, tmp_path / "out", "--saver", "core", *local)
+    assert_refused(refused, 2, "kv_down", "= 7 can't be divided over tensor parallel size (tp) = 2")

@@ -252,6 +252,19 @@ def test_fp32_weights_of_deepspeeds_optimizer_become_the_weights_of_an_output_wi
     assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_deepspeeds_optimizer_is_kept_with_weights_of_any_dtype(
+    dtype: str, universal: Path, stored: Path, tmp_path: Path
+) -> None:
+    """The weights are rounded from the masters, which stay masters."""
+    for source in (universal, stored):
+        megaconv.convert(source, tmp_path / source.name, saver="core", dtype=dtype, optimizer=True)
+    found, wanted = (read_single(tmp_path / source.name) for source in (universal, stored))
+    for slot in ("weight", "master", *MOMENTS):
+        assert found[slot].keys() == wanted[slot].keys()
+        assert all(torch.equal(found[slot][name], each) for name, each in wanted[slot].items())
+
+
 def test_changed_fp32_weights_of_deepspeeds_optimizer_are_found_when_they_become_the_weights(
     universal: Path, tmp_path: Path
 ) -> None:

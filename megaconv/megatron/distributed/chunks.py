@@ -15,7 +15,9 @@ from typing import NamedTuple
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.model.assembled import overlap
 from megaconv.model.ir import WEIGHT
+from megaconv.model.layout import divide
 from megaconv.model.natives import NativeTensor, Region
+from megaconv.model.rank import RANKS
 
 Regions = tuple[Region, ...]
 
@@ -47,8 +49,10 @@ def chunks_of(
 ) -> Iterator[PlannedChunk]:
     """The chunks of one native tensor, in row-major order.
 
-    place: its position in the first axes of the global tensor `key`.
+    place: its position in the first axes of the global tensor `key`. Raises LayoutError if the ranks can't have
+    equal shares.
     """
+    _require_equal_shares(native, ranks)
     form = _Form(
         native.shape, native.tp, native.groups, native.padding_rows, tuple(native.parts.values())
     )
@@ -59,6 +63,30 @@ def chunks_of(
         ]
         begin = place + offset
         yield PlannedChunk(key, begin, shape, dtype, cols, held, slot, padding, native.shift)
+
+
+def _require_equal_shares(native: NativeTensor, ranks: int) -> None:
+    over = RANKS["etp" if native.of_experts else "tp"]
+    if native.tp == 1:
+        _, cols = matrix_shape(native.shape)
+        divide(cols, ranks, f"columns of {native.name}", over)
+    elif native.tp == 0:
+        for shared in _shared_rows(native, ranks):
+            divide(shared, ranks, f"rows of {native.name}", over)
+
+
+def _shared_rows(native: NativeTensor, ranks: int) -> Iterator[int]:
+    """The numbers of rows of which every rank has an equal share: of the whole tensor, or of each fused part."""
+    if _shares_whole(len(native.parts), native.groups, ranks):
+        yield matrix_shape(native.shape)[0]
+        return
+    for regions in native.parts.values():
+        yield sum(region.box.rows for region in regions)
+
+
+def _shares_whole(parts: int, groups: int | None, ranks: int) -> bool:
+    """True if a rank's share is a range of rows. Otherwise it is a share of each part."""
+    return parts == 1 or (groups is not None and ranks > groups)
 
 
 class _Form(NamedTuple):
@@ -130,7 +158,7 @@ def _row_runs(form: _Form, ranks: int) -> list[range]:
     If there are more ranks than groups, a share is a range of rows instead of whole groups.
     """
     rows, _ = matrix_shape(form.shape)
-    if len(form.parts) == 1 or (form.groups is not None and ranks > form.groups):
+    if _shares_whole(len(form.parts), form.groups, ranks):
         step = rows // ranks
         return [range(start, start + step) for start in range(0, rows, step)]
     # First row of each stretch -> the rank that owns it. If q, k and v are interleaved by groups, a rank's rows are
