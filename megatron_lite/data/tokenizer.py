@@ -207,6 +207,8 @@ class HuggingFaceTokenizer:
             self.inner: Any = transformers.AutoTokenizer.from_pretrained(
                 directory, trust_remote_code=False
             )
+            # Wrong values of tokenizer_config.json fail at the first use.
+            first: list[int] = self.inner("a").input_ids[:1]
         except Exception as error:  # its many formats raise errors of many classes
             if not _has_tokenizer(directory):
                 raise CorruptCheckpoint(
@@ -222,7 +224,6 @@ class HuggingFaceTokenizer:
         self.eod = one.sep_token_id if one.eos_token_id is None else one.eos_token_id
         self.bos = one.cls_token_id if one.bos_token_id is None else one.bos_token_id
         self.pad: int | None = one.pad_token_id
-        first: list[int] = one("a").input_ids[:1]
         self.begin = first if first == [self.bos] else []
 
     def pieces(self) -> list[str]:

@@ -380,6 +380,22 @@ def test_a_rope_that_is_stretched_by_no_positive_factor_is_refused(family: str) 
                 families()[family].read_hf(raw)
 
 
+@pytest.mark.parametrize("share", [1.5, float("nan")])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "stablelm", "minimax_m3_vl_text"])
+def test_a_head_does_not_rotate_by_more_than_itself(family: str, share: float) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    with pytest.raises(CorruptCheckpoint, match=r"rotating share of a head should be 1 or less"):
+        families()[family].read_hf(raw_config(family, rope_parameters=rope, rope_scaling=None))
+
+
+def test_a_head_that_is_smaller_than_its_rotating_part_is_refused() -> None:
+    """MiniMax M3 without rope_parameters, whose rotary_dim of 64 is larger than a head."""
+    raw = {**raw_config("minimax_m3_vl_text", head_dim=16), "rotary_dim": 64}
+    raw.pop("rope_parameters", None)
+    with pytest.raises(CorruptCheckpoint, match=r"rotating share of a head should be 1 or less"):
+        families()["minimax_m3_vl_text"].read_hf(raw)
+
+
 _STEP_ROPES = {
     "full_attention": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},

@@ -60,6 +60,8 @@ def _wrong(field: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield "a positive number", number
         elif is_size and _is_negative(number):
             yield "0 or more", number
+        elif field.endswith("rotary_percent") and type(number) is float and not number <= 1:
+            yield "1 or less", number
 
 
 def _called(field: str) -> str:
@@ -68,6 +70,8 @@ def _called(field: str) -> str:
         return "rope_theta"
     if field == "positions.scaling":
         return _ORIGINAL
+    if field.endswith("rotary_percent"):
+        return "the rotating share of a head"
     return "the epsilon of norms" if field.endswith("epsilon") else ""
 
 

@@ -1,6 +1,8 @@
 """Files that come with a model are not trusted: neither their size, nor what they say, nor that their templates end."""
 
+import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from formats.errors import CorruptCheckpoint
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.prompts import eos_of_generation
+
+WORDS = Path(__file__).parents[2] / "fixtures" / "gguf-qwen2-bpe" / "hf"
 
 
 def test_a_template_that_does_not_end_is_stopped() -> None:
@@ -52,3 +56,15 @@ def test_a_tokenizers_file_that_is_too_large_or_none_is_not_read(tmp_path: Path,
     os.mkfifo(tmp_path / name)
     with pytest.raises(CorruptCheckpoint, match=f"{name}: is a"):
         HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_fails_at_its_first_text_is_named(tmp_path: Path) -> None:
+    """transformers compares lengths of texts with model_max_length, which has to be a number."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    directory = shutil.copytree(WORDS, tmp_path / "hf")
+    config = directory / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": "512"}))
+    with pytest.raises(
+        CorruptCheckpoint, match=f"{directory}: transformers can't read a tokenizer"
+    ):
+        HuggingFaceTokenizer(str(directory))
