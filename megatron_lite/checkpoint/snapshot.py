@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaconv.families.biencoder import TOWERS
+from megaconv.megatron.distributed.global_model import extra_objects_of_norms
 from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
@@ -174,7 +175,7 @@ def _is_ours(info: ParameterInfo, tp_rank: int) -> bool:
 
 
 def _extra_states(engine: Engine, impl: str) -> Iterator[tuple[str, bytes]]:
-    """Yield the extra states that Megatron requires: of all linear layers, and with Transformer Engine of attention."""
+    """Yield the extra states that Megatron requires: of all linear layers, and with Transformer Engine of attention and norms."""
     content = empty_object()
     for chunk in engine.grid.chunks():
         for key in _extra_keys(engine.config, chunk, impl):
@@ -185,6 +186,8 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
     """Yield the keys of the extra states of a chunk."""
     count = config.layer_count
     stacked = stacks_layers(config)
+    if impl == "transformer_engine" and chunk.is_first:
+        yield from _states_of_norms(config)
     bert = config.has("transform !encoder")
     stacks = _stacks(config, bert=bert)
     # Megatron omits it for the head of other decoders.
@@ -202,6 +205,13 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
         yield f"mtp.layers.{depth}.eh_proj._extra_state/shard_0_1"
         prefix = f"mtp.layers.{depth}.transformer_layer."
         yield from _states_of_layer(config, count + depth, impl, prefix, 0, 1)
+
+
+def _states_of_norms(config: ModelConfig) -> Iterator[str]:
+    """Yield the keys for all stages. Norms inside Transformer Engine's linear layers have none."""
+    for state in extra_objects_of_norms(config):
+        place, grid = (".".join(map(str, sizes)) for sizes in (state.place, state.grid))
+        yield f"{state.key}/shard_{place}_{grid}"
 
 
 def _stacks(config: ModelConfig, *, bert: bool) -> list[str]:

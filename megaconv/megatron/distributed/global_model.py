@@ -214,6 +214,13 @@ def _extra_objects_of(
     yield from _extra_objects(built, keys)
 
 
+def extra_objects_of_norms(config: ModelConfig) -> list[PlacedObject]:
+    """The extra states of norms that are modules of their own among Transformer Engine's layers."""
+    keys = _Keys.of(config, local=False, hybrid=False)
+    names = [native.name for native in _written_tensors(config, keys.naming, config.vocab)]
+    return [found for found in _extra_objects(names, keys) if "norm._extra_state" in found.key]
+
+
 def _extra_objects(names: list[str], keys: _Keys) -> Iterator[PlacedObject]:
     """The empty extra state of each module. names: tensors of the modules."""
     placed = [
