@@ -1,6 +1,7 @@
 """Refuses values that no model has: sizes that are no numbers, or that contradict each other."""
 
-from math import isfinite
+from math import inf, isfinite
+from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.model.described import DescribedModel, value_of
@@ -38,6 +39,12 @@ def _check_numbers(model: DescribedModel) -> None:
         value = value_of(model, name)
         if type(value) not in (int, float) or not isfinite(value):
             raise CorruptCheckpoint(f"the model's {name} should be a number, found {value!r:.60}")
+    scaling = value_of(model, "positions.scaling") or {}
+    factor: Any = scaling.get("factor")
+    if type(factor) in (int, float) and not 0 < factor < inf:
+        raise CorruptCheckpoint(
+            f"the factor of the model's rope scaling should be a positive number, found {factor!r:.60}"
+        )
     if model.attention.scale == 0:
         raise CorruptCheckpoint(
             "the model's attention.scale is 0, with which each token attends to all others alike"

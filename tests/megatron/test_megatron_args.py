@@ -322,6 +322,13 @@ def test_a_llama_whose_scores_have_a_scale_of_their_own_is_none_that_hugging_fac
         family("llama").write_hf(config)
 
 
+@pytest.mark.parametrize("factor", [0.0, -8.0, float("nan")])
+def test_rope_that_is_stretched_by_no_positive_factor_is_refused(factor: float) -> None:
+    args = arguments(LLAMA) | {"use_rope_scaling": True, "rope_scaling_factor": factor}
+    with pytest.raises(CorruptCheckpoint, match="factor of the model's rope scaling should be"):
+        from_arguments(Namespace(**args), found_in_tensors(LLAMA))
+
+
 def test_a_scaling_that_is_left_out_is_not_read_as_another_one() -> None:
     config = read(raw_config("gemma3_text", rope_scaling={"rope_type": "dynamic", "factor": 4.0}))
     with pytest.raises(NotExpressible, match=r"rope scaling .*dynamic"):
