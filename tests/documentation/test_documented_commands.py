@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from tests.conftest import FIXTURES
@@ -114,6 +114,8 @@ TEMPLATE = (
     "{{ message.content + eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
 )
 
+VOCABULARY = 408
+"""Tokens of the small tokenizer."""
 Make = Callable[[Path], object]
 
 
@@ -128,7 +130,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "heads": 8,
         "kv_heads": 8,
         "ffn": 512,
-        "vocab": 408,
+        "vocab": VOCABULARY,
     }
     model = write_llama(place / "model", **sizes, extra_config={"max_position_embeddings": 512})
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -148,6 +150,25 @@ def copy_of(source: Path) -> Make:
 
 def fixture(name: str) -> Make:
     return copy_of(FIXTURES / name)
+
+
+def multimodal(tokenizer_of: Path) -> Make:
+    """A model with a vision encoder, with the tokenizer of another model and a vocabulary of its size."""
+
+    def make(target: Path) -> None:
+        shutil.copytree(FIXTURES / "whole-qwen2_5_vl", target)
+        config = json.loads((target / "config.json").read_text())
+        config["text_config"]["vocab_size"] = VOCABULARY
+        (target / "config.json").write_text(json.dumps(config))
+        tensors = load_file(target / "model.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            rows = tensors[name]
+            tensors[name] = rows.repeat(VOCABULARY // len(rows) + 1, 1)[:VOCABULARY].contiguous()
+        save_file(tensors, target / "model.safetensors", {"format": "pt"})
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(tokenizer_of / name, target / name)
+
+    return make
 
 
 def converted(source: Path, *options: str) -> Make:
@@ -246,7 +267,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
         "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
         "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),
-        "gemma-4-31B": fixture("whole-qwen2_5_vl"),
+        "gemma-4-31B": multimodal(llama),
         "bert-base-uncased": bert,
         "t5": fixture("pipelined-t5-tp1e2d2/checkpoint"),
         "old-zarr": fixture("zarr-llama-tp2pp2/checkpoint"),
