@@ -59,7 +59,7 @@ _EXPERTS = (
     Row("layers.{l}.mlp.router.weight", ("experts hidden",), when="moe",
         hf=_HF + "gate.weight",
         core=_CORE + "mlp.router.weight"),
-    Row("layers.{l}.mlp.router.bias", ("experts",), when="moe",
+    Row("layers.{l}.mlp.router.bias", ("experts",), when="moe router_bias",
         hf=_HF + "gate.e_score_correction_bias",
         core=_CORE + "mlp.router.expert_bias"),
     # Every rank holds both whole: they are Transformer Engine's linear layers, and core has no others here.
@@ -79,10 +79,10 @@ _EXPERTS = (
         hf_stacked=Stacked(_HF + "experts.down_proj"),
         core=_EXPERT + "linear_fc2.weight",
         core_grouped=_CORE + "mlp.experts.linear_fc2.weight{e}"),
-    Row("layers.{l}.mlp.shared.up.weight", ("shared_ffn hidden",), tp=0, when="moe",
+    Row("layers.{l}.mlp.shared.up.weight", ("shared_ffn hidden",), tp=0, when="moe shared_ffn",
         hf=_HF + "shared_experts.up_proj.weight",
         core=_CORE + "mlp.shared_experts.linear_fc1.weight"),
-    Row("layers.{l}.mlp.shared.down.weight", ("hidden shared_ffn",), tp=1, when="moe",
+    Row("layers.{l}.mlp.shared.down.weight", ("hidden shared_ffn",), tp=1, when="moe shared_ffn",
         hf=_HF + "shared_experts.down_proj.weight",
         core=_CORE + "mlp.shared_experts.linear_fc2.weight"),
 )  # fmt: skip

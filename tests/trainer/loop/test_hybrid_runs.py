@@ -34,7 +34,12 @@ DELTA_NETS = (
     "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6 --attention-output-gate --qk-layernorm "
     "--apply-layernorm-1p --rotary-percent 0.5"
 )
-MODELS = {"hybrid": HYBRID, "delta nets": DELTA_NETS}
+EXPERTS = (
+    HYBRID.replace("M*M-", "M*ME")
+    + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --sequence-parallel"
+)
+"""Experts without a shared one, and a router without a bias, which Nemotron-H's own models have."""
+MODELS = {"hybrid": HYBRID, "hybrid, experts": EXPERTS, "delta nets": DELTA_NETS}
 MAMBA = HYBRID.replace("--hybrid-override-pattern M*M-", "--is-hybrid-model")
 RANK_FILES = "--train-iters 2 --lr-decay-iters 7 --save ckpt --tp 2 --pp 2 --ckpt-format torch --transformer-impl local"
 COMMON = "--bf16 --lr-decay-iters 7 --save ckpt"
@@ -80,6 +85,7 @@ def test_megatron_core_loads_weights_and_optimizer_strictly(name: str, tmp_path:
     ("name", "impl"),
     [
         ("hybrid", "transformer_engine"),
+        ("hybrid, experts", "transformer_engine"),
         ("delta nets", "transformer_engine"),
         pytest.param("hybrid", "local", marks=pytest.mark.slow),
         pytest.param("delta nets", "local", marks=pytest.mark.slow),
