@@ -66,6 +66,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         options = replace(options, grouped_experts=True)
     layout = choose_layout(config, header.layout, options)
     if header.adapter is not None:
+        if options.extra.get(MODEL) == HYBRID:
+            raise UsageError(
+                f"--option {MODEL}={HYBRID}: an adapter is for Megatron-Bridge, which builds its model as GPTModel; leave the option out"
+            )
         from megaconv.megatron.distributed.adapter_plan import plan_adapter
 
         return plan_adapter(header, header.adapter, options, layout)

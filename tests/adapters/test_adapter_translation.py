@@ -18,6 +18,7 @@ import yaml
 from safetensors.torch import load_file
 
 import megaconv
+from megaconv.errors import UsageError
 from tests.adapters.test_adapters import (
     CONV1D,
     DORA,
@@ -345,6 +346,16 @@ def test_an_adapter_that_bridge_does_not_support_is_refused_by_name(
     case: Path, words: list[str], tmp_path: Path
 ) -> None:
     refused_of_peft(tmp_path, case / "adapter", case, *words)
+
+
+def test_an_adapter_for_a_hybrid_model_is_refused(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(UsageError, match="builds its model as GPTModel"):
+        megaconv.convert(
+            LINEAR / "adapter", target, config=LINEAR / "base", loader="peft", saver="core",
+            ckpt_format="torch_dist", options={"model": "hybrid"},
+        )  # fmt: skip
+    assert not target.exists()
 
 
 def test_dora_whose_length_bridge_would_take_of_a_part_of_a_row_is_refused(tmp_path: Path) -> None:
