@@ -18,7 +18,7 @@ from megaconv.model.described import value_of
 from megaconv.model.fields import per_layer
 from tests.conftest import FIXTURES
 from tests.families.test_delta_nets import with_mtp
-from tests.families.test_families import write_model
+from tests.families.test_families import assert_same, write_model
 from tests.megatron_oracle import (
     Megatron,
     OracleFailed,
@@ -227,6 +227,24 @@ def test_a_hybrid_model_loads_its_layers_for_multi_token_prediction(
     core = to_core(tmp_path / "fp32", tmp_path / "core", ckpt_format=ckpt_format, **settings)
     expected = compute(load(tmp_path / "fp32"), tokens)
     assert_close(megatron.logits(core, tokens)[..., : expected.shape[-1]], expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+def test_local_layers_for_multi_token_prediction_have_megatrons_keys(
+    name: str, megatron: Megatron, tmp_path: Path
+) -> None:
+    """Loading is strict. Only layers with experts spell the norm before them otherwise. The way back finds it too."""
+    import torch
+
+    model = write_model(tmp_path / "hf", name)
+    model = with_mtp(model) if name == "qwen3_next" else model
+    hf = tmp_path / "fp32"
+    megaconv.convert(model, hf, saver="hf", dtype="fp32")
+    core = to_core(hf, tmp_path / "core", ckpt_format="torch_dist")
+    megatron.logits(core, torch.arange(24).reshape(2, 12) % 16)
+    shutil.rmtree(core / "hf")
+    megaconv.convert(core, tmp_path / "back", saver="hf", config=hf)
+    assert_same(tmp_path / "back", hf)
 
 
 DISTRIBUTED = [

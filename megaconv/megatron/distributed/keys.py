@@ -52,6 +52,11 @@ _PIECE = re.compile(rf"(.*\.(?:{'|'.join(map(re.escape, _PIECES))}))\.\w+")
 _MOST_STACKED = 1 << 16
 """The largest number of layers, or of experts in a layer. A larger number is an attempt to exhaust the memory."""
 _FC1_NORM, _MLP_NORM = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+_PREDICTING = r"mtp\.layers\.\d+\.(?:transformer_layer|mtp_model_layer)\."
+_LOCAL_NORM = re.compile(
+    rf"(?P<layer>{_LAYERS}\d+\.|{_PREDICTING}){re.escape(_FC1_NORM)}(?P<rest>.+)"
+)
+_NORM_BEFORE_MLP = re.compile(rf"({_PREDICTING}){re.escape(_MLP_NORM)}(.+)")
 
 
 def model_tensors(
@@ -153,13 +158,9 @@ def _unstack(name: str, tensor: ChunkedTensor) -> list[ChunkedTensor]:
 
 def _norm_before_experts(name: str, names: Collection[str]) -> str:
     """The name of the norm before experts. Local layers name it after a matrix that layers with experts don't have."""
-    found = _LAYER.fullmatch(name) if _FC1_NORM in name else None
-    if (
-        found
-        and found[3].startswith(_FC1_NORM)
-        and f"{found[1]}{found[2]}.mlp.router.weight" in names
-    ):
-        return f"{found[1]}{found[2]}.{_MLP_NORM}{found[3].removeprefix(_FC1_NORM)}"
+    found = _LOCAL_NORM.fullmatch(name) if _FC1_NORM in name else None
+    if found and f"{found['layer']}mlp.router.weight" in names:
+        return f"{found['layer']}{_MLP_NORM}{found['rest']}"
     return name
 
 
@@ -189,6 +190,8 @@ def stack(name: str, *, layers: bool, local: bool = False) -> tuple[str, Shape]:
             place = (int(found[2]),)
         else:
             name = f"{found[1]}{found[2]}.{rest}"
+    elif local and (found := _NORM_BEFORE_MLP.fullmatch(name)):
+        name = f"{found[1]}{_FC1_NORM}{found[2]}"
     if found := _EXPERT.fullmatch(name):
         name = f"{found[1]}experts.{found[3]}"
         place = (*place, int(found[2]))
