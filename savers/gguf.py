@@ -233,6 +233,7 @@ def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Colle
         keys = {name: value for name, value in keys.items() if ".rope.scaling." not in name}
     tensors = [name for name in names if name not in DIVISORS]
     raw = config_of(keys, tensors, config.vocab, where="--saver gguf")
+    _require_head_size(config, raw)
     back = family_of_hf(raw, "--saver gguf").read_hf(raw)
     require_kept(
         _comparable(config),
@@ -240,6 +241,16 @@ def _require_kept(config: ModelConfig, values: Mapping[str, Value], names: Colle
         f"llama.cpp's {ARCHITECTURES[config.family]}",
         but=(*NOT_COMPUTED, "mtp_layers"),
     )
+
+
+def _require_head_size(config: ModelConfig, raw: Mapping[str, Any]) -> None:
+    """Raise NotExpressible for heads of another size than the metadata give. The rotating share of a head depends on it."""
+    size, found = config.attention.head_dim, raw.get("head_dim")
+    if found not in (None, size):
+        raise NotExpressible(
+            f"the model's attention.head_dim is {size}, which llama.cpp's {ARCHITECTURES[config.family]} can't represent: it would be "
+            f"{found} there"
+        )
 
 
 def _comparable(config: ModelConfig) -> ModelConfig:
