@@ -117,7 +117,9 @@ def _second_step(_rank: int, case: Case, recomputed: bool) -> Step:
     return step
 
 
-@pytest.mark.parametrize("model", LAYERS)
+@pytest.mark.parametrize(
+    "model", ["mamba", "delta nets", pytest.param("kimi", marks=pytest.mark.slow)]
+)
 def test_a_kernel_is_not_called_again_for_the_backward_pass(
     gpu_world: PretendedWorld, model: str
 ) -> None:
