@@ -165,6 +165,10 @@ def _check(config: ModelConfig, options: SaveOptions) -> None:
         raise UsageError(
             f"--option {FOR_RELEASE}: has no effect, because the keys of {options.ckpt_format} are the same in all releases; leave it out"
         )
+    if FOR_RELEASE in options.extra and options.extra.get(MODEL) == HYBRID:
+        raise UsageError(
+            f"--option {FOR_RELEASE}: has no effect with {MODEL}={HYBRID}, which is of core 0.19; leave it out"
+        )
     if is_for_bridge(options) and options.extra.get(MODEL) == HYBRID:
         raise UsageError(
             f"--option {MODEL}={HYBRID}: Megatron-Bridge builds these models as GPTModel; leave one of both options out"

@@ -194,3 +194,11 @@ def test_an_unknown_class_and_one_for_megatron_bridge_are_refused(tmp_path: Path
         megaconv.convert(
             hf, tmp_path / "never", saver="core", ckpt_format="torch_dist", options=both
         )
+
+
+def test_a_release_is_refused_beside_the_one_class_that_it_does_not_name(tmp_path: Path) -> None:
+    hf = write_model(tmp_path / "hf", "llama")
+    both = {"model": "hybrid", "release": "0.16"}
+    with pytest.raises(UsageError, match=r"release: has no effect with model=hybrid"):
+        megaconv.convert(hf, tmp_path / "never", saver="core", options=both)
+    assert not (tmp_path / "never").exists()

@@ -7,7 +7,6 @@
 Source: modeling_qwen3_next.py of transformers 5; gated_delta_net.py of megatron-core 0.16.1.
 """
 
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.mixers.convolution import Convolution
+from megatron_lite.models.mixers.delta_scan import heads_of_qkv, scanned
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
     own_heads,
@@ -23,16 +23,12 @@ from megatron_lite.models.mixers.heads_over_context import (
 )
 from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
-from megatron_lite.models.recompute import recomputed
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
 from megatron_lite.models.state_space.kernels import delta_kernel
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Made, NormColumnLinear, RowLinear
 from megatron_lite.products.wide import wide
-
-EPSILON_OF_LENGTHS = 1e-6
-"""Is added to the squared lengths of q and k."""
 
 
 class HeadNorm(nn.Module):
@@ -130,33 +126,8 @@ class GatedDeltaNet(nn.Module):
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (y [tokens, batch, heads, width], the last state). inner: q, k and v [tokens, batch, channels]."""
-        q, k, v = self._by_head(inner, decay.shape[-1])
+        q, k, v = heads_of_qkv(inner, decay.shape[-1], self.key_dim, self.value_dim)
         if state is not None and len(v) == 1:
             y, state = gated_delta_step(q[0], k[0], v[0], decay[0], beta[0], state)
             return y.unsqueeze(0), state
-        by_row = [each.transpose(0, 1) for each in (q, k, v, decay, beta)]
-        documents = None if packed is None else packed.numbers
-        ends = None if packed is None else packed.ends
-        rule = partial(gated_delta_rule, documents=documents, ends=ends, state=state)
-        by_kernel = delta_kernel(by_row[1], by_row[2], documents, state) is not None
-        y, state = rule(*by_row) if by_kernel else recomputed(rule, *by_row)
-        return y.transpose(0, 1), state
-
-    def _by_head(self, inner: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v [tokens, batch, key heads or heads, width]. heads: the heads of v."""
-        values = heads * self.value_dim
-        keys = (inner.shape[-1] - values) // 2
-        q, k, v = torch.split(inner, [keys, keys, values], -1)
-        queries = of_length_one(in_heads(q, self.key_dim)) * self.key_dim**-0.5
-        return queries, of_length_one(in_heads(k, self.key_dim)), in_heads(v, self.value_dim)
-
-
-def in_heads(x: Tensor, width: int) -> Tensor:
-    """[tokens, batch, channels] -> [tokens, batch, heads, width]."""
-    return x.view(*x.shape[:2], -1, width)
-
-
-def of_length_one(x: Tensor) -> Tensor:
-    """Divide each head by its length, in float32 or float64."""
-    precise = wide(x)
-    return precise * torch.rsqrt(precise.square().sum(-1, keepdim=True) + EPSILON_OF_LENGTHS)
+        return scanned(gated_delta_rule, delta_kernel, (q, k, v, decay, beta), packed, state)

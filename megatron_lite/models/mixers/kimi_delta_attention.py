@@ -10,7 +10,6 @@ The matrix that projects down is replicated on every tensor rank. All others are
 Source: modeling_kimi_linear.py of transformers 5.23.
 """
 
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor, nn
 
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.mixers.convolution import Convolution
-from megatron_lite.models.mixers.gated_delta_net import HeadNorm, in_heads, of_length_one
+from megatron_lite.models.mixers.delta_scan import heads_of_qkv, in_heads, scanned
+from megatron_lite.models.mixers.gated_delta_net import HeadNorm
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
     own_heads,
@@ -28,7 +28,6 @@ from megatron_lite.models.mixers.heads_over_context import (
 from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
-from megatron_lite.models.recompute import recomputed
 from megatron_lite.models.state_space.kernels import kimi_delta_kernel
 from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_delta_step
 from megatron_lite.parallel.context import tokens_for_heads
@@ -116,17 +115,8 @@ class KimiDeltaAttention(nn.Module):
         state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Return (y [tokens, batch, heads, width], the last state). inner: q, k and v [tokens, batch, channels]."""
-        width = decay.shape[-2] * self.key_dim
-        q, k, v = torch.split(inner, [width, width, inner.shape[-1] - 2 * width], -1)
-        queries = of_length_one(in_heads(q, self.key_dim)) * self.key_dim**-0.5
-        keys, values = of_length_one(in_heads(k, self.key_dim)), in_heads(v, self.value_dim)
-        if state is not None and len(inner) == 1:
-            y, state = kimi_delta_step(queries[0], keys[0], values[0], decay[0], beta[0], state)
+        q, k, v = heads_of_qkv(inner, decay.shape[-2], self.key_dim, self.value_dim)
+        if state is not None and len(v) == 1:
+            y, state = kimi_delta_step(q[0], k[0], v[0], decay[0], beta[0], state)
             return y.unsqueeze(0), state
-        documents = None if packed is None else packed.numbers
-        ends = None if packed is None else packed.ends
-        rule = partial(kimi_delta_rule, documents=documents, ends=ends, state=state)
-        by_row = [each.transpose(0, 1) for each in (queries, keys, values, decay, beta)]
-        by_kernel = kimi_delta_kernel(by_row[1], by_row[2], documents, state) is not None
-        y, state = rule(*by_row) if by_kernel else recomputed(rule, *by_row)
-        return y.transpose(0, 1), state
+        return scanned(kimi_delta_rule, kimi_delta_kernel, (q, k, v, decay, beta), packed, state)
