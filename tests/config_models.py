@@ -374,6 +374,18 @@ OWN_KEYS: dict[str, Raw] = {
         "rms_norm_eps": None,
         "shared_expert_combination_strategy": "sum",
     },
+    "lara_mini": {
+        **SHARED_KEYS,
+        **LINEAR_KEYS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+        "layer_types": [
+            "linear_attention",
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+        ],
+    },
     "flint": {
         **SHARED_KEYS,
         "num_experts": 6,

@@ -549,6 +549,13 @@ MIXTURES = {
         {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}},
         QUICK_WITH_EXPERTS,
     ),
+    "lara_mini": Variant(
+        "lara_mini",
+        {**EXPERTS, **DELTA_NET, "intermediate_size": None, "num_experts": 4, "shared_expert_intermediate_size": 32,
+         "sliding_window": WINDOW, "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"]},
+        {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}, "base": rope(900.0)},
+        ONE_WITH_EXPERTS,
+    ),
     "aria_text": Variant("aria_text", {"moe_num_experts": 4, "intermediate_size": 40}, {"one expert": {"moe_topk": 1}}, QUICK_WITH_EXPERTS),
 }  # fmt: skip
 """Models with experts, for expert parallelism."""

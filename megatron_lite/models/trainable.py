@@ -25,7 +25,7 @@ TRAINED = (
     "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared", "granite_moe_swa", "granite_swa",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",
     "jais2", "kimi_linear", "kolibri1", "laguna",
-    "lfm2", "lfm2_moe", "lfm3",
+    "lara_mini", "lfm2", "lfm2_moe", "lfm3",
     "llama", "llama4", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
     "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmoe", "opt",
     "olmo_hybrid",

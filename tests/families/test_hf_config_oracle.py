@@ -64,6 +64,10 @@ def hybrid_as_transformers_has_it(config: Any) -> dict[str, Any]:
     }
 
 
+WITHOUT_DENSE_LAYERS = ("lara_mini", "qwen3_5_moe_text")
+"""Classes with experts in every layer. Their configurations have no intermediate_size."""
+
+
 def as_transformers_has_it(raw: Raw) -> Any:
     """transformers' own reading, as one of our configurations."""
     transformers = pytest.importorskip("transformers")
@@ -103,7 +107,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
         "attention.head_dim": getattr(config, "head_dim", None)
         or config.hidden_size // config.num_attention_heads,
         "mlp.ffn": config.moe_intermediate_size
-        if raw["model_type"] == "qwen3_5_moe_text"
+        if raw["model_type"] in WITHOUT_DENSE_LAYERS
         # A Solar Open without dense layers may leave this size out.
         else getattr(config, "intermediate_size", 1280),
         "vocab": config.vocab_size,
@@ -273,12 +277,13 @@ def experts_as_transformers_has_them(config: Any) -> Raw:
             more |= {"experts.groups": config.n_group, "experts.group_topk": config.topk_group}
         if config.model_type == "glm4_moe":
             more |= {"attention.qk_norm": config.use_qk_norm}
-    elif config.model_type == "qwen3_5_moe_text":
+    elif config.model_type in WITHOUT_DENSE_LAYERS:
         return {
             "experts.count": config.num_experts,
             "experts.per_token": config.num_experts_per_tok,
             "experts.ffn": config.moe_intermediate_size,
             "experts.shared_ffn": config.shared_expert_intermediate_size,
+            "experts.renormalize": getattr(config, "norm_topk_prob", True),
             "moe_layers": None,
         }
     elif config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_next"):
@@ -499,7 +504,7 @@ TRANSFORMERS_CANNOT = (
     ),
     *((name, "num_key_value_heads") for name in ("ministral3", "vaultgemma", "youtu")),
     *((name, "head_dim") for name in ("cwm", "helium", "mellum", "ministral3", "vaultgemma")),
-    ("cwm", "sliding_window"),
+    *((name, "sliding_window") for name in ("cwm", "lara_mini")),
     ("mellum", "rope_scaling"),
     ("qwen3", "head_dim"),
     ("mistral", "num_key_value_heads"),
@@ -535,7 +540,7 @@ TRANSFORMERS_CANNOT = (
     *((name, "eos_token_id") for name in ("cwm", "glm", "glm4")),
     *(
         (name, key)
-        for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+        for name in ("lara_mini", "qwen3_next", "qwen3_5", "qwen3_5_moe")
         for key in ("num_key_value_heads", "head_dim")
     ),
 )

@@ -33,6 +33,7 @@ IN_FLOAT32 = (
     "k_norm.weight",
     "k_norm.bias",
     "weights_proj.weight",
+    "mlp.gate.weight",
     "e_score_correction_bias",
     "lm_head.weight",
     "_param",

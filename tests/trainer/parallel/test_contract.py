@@ -237,6 +237,11 @@ FEATURES = {
         replace(MODELS["delta nets"], family="olmo_hybrid"),
         {**own_fields("olmo_hybrid"), "attention.output_gate": False, "norm.zero_centered": False},
     ),
+    "lara_mini": changed(
+        replace(MODELS["delta nets, experts"], family="lara_mini"),
+        {**own_fields("lara_mini"), "attention.output_gate": False, "norm.zero_centered": False, "experts.shared_gate": False,
+         "experts.renormalize": True, "mtp_layers": 0},
+    ),
     "lfm2_moe": changed(
         replace(MODELS["qwen3"], family="lfm2_moe"),
         {**EXPERTS, "convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2, "layers.mlp": ("dense",) + ("experts",) * 3},

@@ -36,6 +36,7 @@ HYBRIDS = {
     "falcon_h1, norms": OF_NORMED_MAMBA,
     "kimi_linear": OF_DELTA_NETS,
     "kimi_linear, queries from a latent vector": OF_DELTA_NETS,
+    "lara_mini": OF_DELTA_NETS,
     "qwen3_5": OF_DELTA_NETS,
     "qwen3_next": OF_DELTA_NETS,
     "qwen3_5_moe": OF_DELTA_NETS,
@@ -77,6 +78,10 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
         ),
         ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        pytest.param(
+            "lara_mini", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow
+        ),
+        pytest.param("lara_mini", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("mamba2", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("nemotron_h", UNEVEN, True, marks=pytest.mark.slow),
         pytest.param("bamba", Layout(2, 2, stage_layers=(3, 5)), True, marks=pytest.mark.slow),

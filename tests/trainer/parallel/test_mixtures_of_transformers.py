@@ -37,7 +37,7 @@ TOLERANCE = 2e-5
 VARIANTS = MIXTURES | NAMED | BEYOND_MEGATRON | RELATIVES
 HYBRID = (
     *("bamba", "falcon_h1", "granite_moe_hybrid", "kimi_linear", "nemotron_h"),
-    *("olmo_hybrid", "qwen3_next", "qwen3_5_moe"),
+    *("lara_mini", "olmo_hybrid", "qwen3_next", "qwen3_5_moe"),
 )
 """Families with states; test_hybrids_of_transformers.py has them."""
 OF_LAYER_INPUTS = "gemma4_text, layer inputs"
