@@ -39,7 +39,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config, table = header.config, family(header.config.family)
     names = options.extra.get("names", "transformers")
     naming = _naming(table, names)
-    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
+    config_json = table.config_json(config, header.training.arguments)
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
     files |= copies(header.files)
     stored = DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}

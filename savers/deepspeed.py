@@ -41,7 +41,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         for native in unsharded_tensors(table.rows, config, _EXPERTS[experts])
         if native.copy is None
     }
-    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(table.config_json(config))}
+    config_json = table.config_json(config, header.training.arguments)
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
     files |= copies(header.files)
     output = UniversalOutput(header, natives, steps_are_numbers=adam == "deepspeed")
     notices = output.plan()

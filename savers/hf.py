@@ -58,7 +58,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if header.config.has("retriever"):
         return plan_sentence_directory(header, options)
     table, config = family(header.config.family), _written_config(header.config, options)
-    config_json = table.config_json(config)
+    config_json = table.config_json(config, header.training.arguments)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
     files |= copies(header.files)
     base = _open_base(config, options)

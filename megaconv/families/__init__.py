@@ -19,6 +19,7 @@ from megaconv.errors import (
     UnsupportedInput,
     UsageError,
 )
+from megaconv.families.parts.dropouts import written_dropouts
 from megaconv.families.parts.hf_config import (
     as_file,
     load_config,
@@ -42,6 +43,8 @@ from megaconv.model.table import Row
 SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")
 """Fields in which a multimodal model's config.json may differ. Its files show whether there is a head, and whether
 there are layers after the last one."""
+
+_NO_RUN: Mapping[str, Any] = {}
 
 PROOFS = {
     "megatron-core": "the real megatron-core computes transformers' logits from the output",
@@ -134,16 +137,19 @@ class Family:
             self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type
         )
 
-    def config_json(self, config: ModelConfig) -> bytes:
-        """The config.json of the output: the model's own if it is known, with the necessary changes. Raises
-        NotExpressible like write_hf."""
+    def config_json(self, config: ModelConfig, run: Mapping[str, Any] = _NO_RUN) -> bytes:
+        """The config.json of the output: the model's own if it is known, with the necessary changes.
+
+        run: Megatron's arguments of the run that trained the model. A new config.json gets its dropouts. Raises
+        NotExpressible like write_hf.
+        """
         if config.own_names is not None:
             return config_of_own_names(config.own_names, config.dtype)
         if config.whole is not None:
             return self._whole_config_json(config)
         now = self.write_hf(config)
         if config.hf is None or config.hf.get("model_type") in self.older_types:
-            return as_file(now)
+            return as_file(now | written_dropouts(self.name, run))
         # Many a config.json lists MTP layers that its files don't hold.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
         return as_file(updated(config.hf, self.write_hf(before), now, self.aliases))

@@ -187,7 +187,7 @@ def _open(given: str, settings: Settings, *, continued: bool) -> Start:
     source = open_language_model(place)
     tensors = dict(source.tensors())
     common = read_common(Path(place)) if Path(place).is_dir() else None
-    dropouts = read_dropouts(common, source.header.config.hf)
+    dropouts = read_dropouts(common, source.header.config)
     progress = read_progress(common, source.header.training) if continued else Progress()
     in_training = continued and not source.header.training.release
     with_optimizer = (

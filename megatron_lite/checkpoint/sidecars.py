@@ -23,7 +23,11 @@ _OF_ANOTHER_MODEL = (
 
 
 def sidecars(
-    data: Data, tokenizer: Tokenizer, config: ModelConfig, beside_start: Mapping[str, Path] | None
+    data: Data,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    dropouts: Mapping[str, float],
+    beside_start: Mapping[str, Path] | None,
 ) -> dict[str, bytes]:
     """Return the contents of the files by name.
 
@@ -41,7 +45,7 @@ def sidecars(
         template = Path(data.chat_template)
         files[CHAT_TEMPLATE] = read_sidecar(template)
     try:
-        config_json = family(config.family).config_json(config)
+        config_json = family(config.family).config_json(config, dropouts)
     except NotExpressible:
         return files
     files[CONFIG_NAME] = config_json

@@ -11,6 +11,7 @@ from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.errors import CorruptCheckpoint
+from megaconv.families.parts.dropouts import dropouts_of
 from megaconv.megatron.arguments.latent import latent_norm_argument
 from megaconv.megatron.arguments.mamba import time_step_argument
 from megaconv.megatron.arguments.param_groups import write_group, write_order
@@ -227,21 +228,9 @@ def read_arguments(common: Mapping[str, Any] | None) -> dict[str, Any]:
     return vars(common["args"]) if common and isinstance(common.get("args"), Namespace) else {}
 
 
-def read_dropouts(
-    common: Mapping[str, Any] | None, hf: Mapping[str, Any] | None
-) -> dict[str, float]:
-    """Return attention_dropout and hidden_dropout of the checkpoint. A missing value is 0."""
+def read_dropouts(common: Mapping[str, Any] | None, config: ModelConfig) -> dict[str, float]:
+    """Return attention_dropout and hidden_dropout of the checkpoint: its run's, or else those of its config.json."""
     args = read_arguments(common)
-    raw = dict(hf or {})
-    found = {}
-    for name, others in _DROPOUTS.items():
-        default = next((raw[key] for key in (name, *others) if key in raw), 0.0)
-        found[name] = float(args.get(name, default) or 0.0)
-    return found
-
-
-_DROPOUTS = {
-    "attention_dropout": ("attn_pdrop", "attention_probs_dropout_prob"),
-    "hidden_dropout": ("resid_pdrop", "hidden_dropout_prob"),
-}
-"""Megatron's names -> their names in a config.json."""
+    return {
+        name: float(args.get(name, value) or 0.0) for name, value in dropouts_of(config).items()
+    }

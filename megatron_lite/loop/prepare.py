@@ -312,7 +312,7 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
     if saving.save is None:
         return None
     files = None if basis.start is None else basis.start.files
-    beside = sidecars(settings.data, setup.tokenizer, setup.config, files)
+    beside = sidecars(settings.data, setup.tokenizer, setup.config, basis.dropouts, files)
     kind = "adapter" if settings.lora.wanted else saving.ckpt_format
     is_stored = is_store(saving.save)
     # Files of a store are written to the local disk first.

@@ -5,6 +5,7 @@ compute.
 """
 
 from megaconv.families import family
+from megaconv.families.parts.dropouts import dropout_notices
 from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.beyond_core import is_of_the_trainer
 from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
@@ -36,6 +37,7 @@ def core_notices(config: ModelConfig) -> tuple[str, ...]:
         *_head_of_legacy(config),
         *own,
         *whole_notices(config.whole),
+        *dropout_notices(config),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family
+from megaconv.families.parts.dropouts import dropouts_of
 from megaconv.megatron.arguments.beyond_core import beyond_core_arguments, is_of_the_trainer
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
 from megaconv.megatron.arguments.latent import latent_arguments
@@ -406,8 +407,7 @@ def _settings(config: ModelConfig, training: TrainingState) -> dict[str, Any]:
         "vocab_file": None,
         "bert_binary_head": False,
         "apply_query_key_layer_scaling": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
+        **dropouts_of(config),
         **(routed if config.experts.count else {}),
         "sequence_parallel": False,
         "iteration": training.iteration or 0,

@@ -144,9 +144,8 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     }
     # A mixture-of-experts model that only Megatron supports has no config.json: its args describe it completely.
     with suppress(NotExpressible):
-        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(
-            family(config.family).config_json(config)
-        )
+        config_json = family(config.family).config_json(config, header.training.arguments)
+        files[f"{SIDECAR_DIRECTORY}/{CONFIG_NAME}"] = PlainFile(config_json)
     tracked = rank_files.RELEASE if iteration is None else str(iteration)
     return files | {rank_files.TRACKER: PlainFile(tracked.encode())}
 
