@@ -35,7 +35,8 @@ from megaconv.model.naming import HF
 from megaconv.model.table import canonical_shapes
 from megaconv.model.training import MASTER, OptimizerState, TrainingState
 from megaconv.options import LoadOptions
-from megaconv.pytorch.progress import ENTRY, with_entry, with_samples
+from megaconv.pytorch.megatron_entry import ENTRY, with_entry
+from megaconv.pytorch.progress import with_samples
 from megaconv.pytorch.training_state import Parameters, in_fp32
 from megaconv.values.cast import CastTensor
 

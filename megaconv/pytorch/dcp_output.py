@@ -22,6 +22,7 @@ from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, OptimizerState, TorchGroups, TrainingState
 from megaconv.pytorch import progress
 from megaconv.pytorch.groups import IMPLEMENTATION, SETTINGS, group_of, listed, torch_groups
+from megaconv.pytorch.megatron_entry import ENTRY, entry
 
 CONTAINERS = ("optimizer", "lr_scheduler", "train_state")
 """The dictionaries in the state that torchtitan saves."""
@@ -84,7 +85,7 @@ class OutputOptimizer(NamedTuple):
             stored.add_object(f"lr_scheduler.{name}", value)
         stored.add_object("train_state.step", progress.iteration_of(training))
         stored.add_object("train_state.ntokens_seen", _tokens(training))
-        stored.add_object(progress.ENTRY, progress.entry(training))
+        stored.add_object(ENTRY, entry(training))
 
     def _notices(self, counts: Mapping[int, int]) -> tuple[str, ...]:
         groups = self.groups.groups

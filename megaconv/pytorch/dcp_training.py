@@ -13,7 +13,8 @@ from megaconv.megatron.arguments.zero_groups import megatron_groups, torch_group
 from megaconv.model.check import listing
 from megaconv.model.training import OptimizerState, TrainingState
 from megaconv.pytorch import stored_optimizer, titan_fused
-from megaconv.pytorch.progress import ENTRY, with_entry, with_samples
+from megaconv.pytorch.megatron_entry import ENTRY, with_entry
+from megaconv.pytorch.progress import with_samples
 from megaconv.pytorch.stored_optimizer import StoredOptimizer
 from megaconv.pytorch.training_state import Parameters, with_masters
 

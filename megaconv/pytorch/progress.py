@@ -1,45 +1,23 @@
 """The progress of a run in a checkpoint of PyTorch or DeepSpeed: steps, the learning-rate schedule, samples.
 
 torch's and DeepSpeed's schedulers store how often they were called, and keep the shape of the schedule in the run's own
-configuration. Megatron stores the shape, and counts samples. So outputs have one more entry with Megatron's own numbers,
-which PyTorch and DeepSpeed don't look at. It counts only if the checkpoint is of the same iteration: a run that went on
-and kept the entry has outdated it.
+configuration. `megatron_entry.py` keeps the numbers that Megatron has beyond these.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from megaconv.model.training import TorchGroups, TrainingState
 
-ENTRY = "megatron"
-"""The key of the entry."""
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
 """Settings that Megatron's scheduler stores and others don't. A run overrides them, or stops at once, since None differs
 from its own settings."""
-_PLAIN = (type(None), bool, int, float, str)
 
 
 def iteration_of(training: TrainingState) -> int:
     """The number of steps that the run has made."""
     steps = training.optimizer.step if training.optimizer is not None else None
     return training.iteration or steps or 0
-
-
-def entry(training: TrainingState) -> dict[str, Any]:
-    """Megatron's numbers, to be stored under ENTRY."""
-    scheduler = {
-        name: value
-        for name, value in (training.scheduler or {}).items()
-        if isinstance(value, _PLAIN)
-    }
-    return {
-        "iteration": iteration_of(training),
-        "consumed_train_samples": training.consumed_train_samples,
-        "consumed_valid_samples": training.consumed_valid_samples,
-        "floating_point_operations": training.floating_point_operations,
-        "scheduler": scheduler,
-    }
 
 
 def lr_scheduler(training: TrainingState, groups: TorchGroups) -> dict[str, Any]:
@@ -76,22 +54,3 @@ def with_samples(state: TrainingState, samples: int) -> TrainingState:
     """The state of a run that counts its samples, and whose schedule is unknown."""
     scheduler = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
     return replace(state, consumed_train_samples=samples, scheduler=scheduler)
-
-
-def with_entry(state: TrainingState, stored: object) -> TrainingState:
-    """The state completed with an entry of the same iteration; unchanged without one.
-
-    Raises TypeError and ValueError for an entry of another form.
-    """
-    if not isinstance(stored, Mapping) or stored.get("iteration") != iteration_of(state):
-        return state
-    scheduler = dict(stored["scheduler"])
-    if not all(isinstance(value, _PLAIN) for value in scheduler.values()):
-        raise ValueError(f"a scheduler of {scheduler!r:.80}")
-    return replace(
-        state,
-        consumed_train_samples=int(stored["consumed_train_samples"]),
-        consumed_valid_samples=int(stored["consumed_valid_samples"]),
-        floating_point_operations=float(stored["floating_point_operations"]),
-        scheduler=scheduler or None,
-    )

@@ -33,6 +33,7 @@ from megaconv.model.natives import NativeTensor
 from megaconv.model.training import OptimizerState, TorchGroups
 from megaconv.pytorch import progress
 from megaconv.pytorch.groups import IMPLEMENTATION, WITHOUT, group_of, listed, torch_groups
+from megaconv.pytorch.megatron_entry import ENTRY, entry
 
 MODEL_FILE = "mp_rank_00_model_states"
 ZERO_3_FILE = "zero_pp_rank_0_mp_rank_00_model_states"
@@ -166,7 +167,7 @@ class UniversalOutput:
             "mp_world_size": 1,
             "ds_config": {},
             "ds_version": VERSION,
-            progress.ENTRY: progress.entry(training),
+            ENTRY: entry(training),
         }
 
 

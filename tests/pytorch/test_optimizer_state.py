@@ -22,7 +22,7 @@ import megaconv
 from formats import torch_zip
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.model.training import TrainingState
-from megaconv.pytorch.progress import entry, with_entry
+from megaconv.pytorch.megatron_entry import entry, with_entry
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
 from tests.megatron_oracle import read_rank_file

@@ -76,7 +76,9 @@ def read_group(group: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) ->
     if lr_mult == 1 and group.get("default_config") is False:
         decoupled = True
     settings = {
-        name: value for name, value in group.items() if name not in _IDENTITY and _is_plain(value)
+        name: value
+        for name, value in group.items()
+        if name not in _IDENTITY and is_plain_setting(value)
     }
     for name in _OF_TRAINING:
         if name in group and name not in settings:
@@ -97,9 +99,10 @@ def _plain(value: Any) -> Any:
     return number(value) if prod(getattr(value, "shape", (0,))) == 1 else value
 
 
-def _is_plain(value: object) -> bool:
+def is_plain_setting(value: object) -> bool:
+    """True for a value that every release of Megatron can load: None, a number, a text, or a list of these."""
     return (
-        all(map(_is_plain, value))
+        all(map(is_plain_setting, value))
         if isinstance(value, (tuple, list))
         else isinstance(value, _PLAIN)
     )
