@@ -176,7 +176,7 @@ class Staging:
             return
         what = "was put there meanwhile" if self._overwrite else "already exists"
         raise TargetExists(
-            f"{self._named}: {what}; choose another place, or give --overwrite to replace it"
+            f"{self._named}: {what}; choose another place, or give --overwrite, which replaces a checkpoint"
         )
 
     def open(

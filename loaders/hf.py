@@ -129,10 +129,29 @@ def _tied_without_head(config: ModelConfig, names: Collection[str], family: Fami
 
 
 def _scheme(config: Mapping[str, Any], where: str) -> str:
-    """The scheme of llm-compressor's weights, for people; empty for other weights."""
-    if quant_method(config, where) != "compressed-tensors":
+    """The quantization of the weights in the files, for people: `, gptq (4 bits)`; empty for plain weights."""
+    method = quant_method(config, where)
+    if method is None:
         return ""
-    return f", compressed-tensors ({scheme_of(quantization(config), where)})"
+    details = _details(method, quantization(config), where)
+    return f", {method} ({details})" if details else f", {method}"
+
+
+def _details(method: str, settings: Mapping[str, Any], where: str) -> str:
+    """The form of the quantized weights, for people. The settings have passed `dequantize`."""
+    if method == "compressed-tensors":
+        return scheme_of(settings, where)
+    if method == "fp8":
+        rows, columns = settings["weight_block_size"]
+        return f"blocks of {rows} x {columns}"
+    if method == "modelopt":
+        return str(settings["quant_algo"])
+    if method in ("gptq", "awq"):
+        return f"{settings['bits']} bits"
+    if method == "bitsandbytes":
+        widths = {"load_in_4bit": "4 bits", "load_in_8bit": "8 bits"}
+        return next((text for key, text in widths.items() if settings.get(key)), "")
+    return ""
 
 
 def _kind(weights: Path) -> str:

@@ -1,5 +1,6 @@
 """A checkpoint of any format, opened to look into: `megaconv.open(path)`."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -63,12 +64,19 @@ class Checkpoint:
         require_torch("loading a tensor")
         import torch
 
+        if name not in self.tensors:
+            raise KeyError(self._no_tensor(name))
         tensor = self.tensors[name]
         values: Any = torch.from_numpy(read_tensor(tensor).reshape(-1)).view(
             getattr(torch, tensor.dtype)
         )
         loaded: torch.Tensor = values.reshape(tensor.shape)
         return loaded
+
+    def _no_tensor(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self.tensors, n=1)
+        hint = f"did you mean {near[0]}?" if near else "`.tensors` lists them"
+        return f"{name}: the model has no such tensor; {hint}"
 
 
 def open_checkpoint(

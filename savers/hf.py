@@ -180,7 +180,7 @@ def _warn_of_missing_mtp(config: ModelConfig) -> None:
             "%s lists %s, which the source doesn't hold%s",
             CONFIG_NAME,
             counted(promised, "MTP layer"),
-            "" if config.whole else "; --base ORIGINAL adds them",
+            "" if config.whole else "; --base ORIGINAL adds what is missing",
         )
 
 

@@ -47,7 +47,7 @@ class Opening:
         kept = [each for each in found.objects.values() if each.key not in fragments]
         if kept and not self._terms.overwrite:
             raise TargetExists(
-                f"{self._target}: already exists; choose another place, or give --overwrite to replace it"
+                f"{self._target}: already exists; choose another place, or give --overwrite, which replaces a checkpoint"
             )
 
     def found(self) -> Leftovers:

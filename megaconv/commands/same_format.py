@@ -35,10 +35,12 @@ def in_the_same_format(load_dir: str | Path, options: ConvertOptions) -> tuple[s
     place = resolve(load_dir)
     if isinstance(place, Path) and not place.exists():
         raise nothing_at(place)
+    found = input_at(
+        load_dir, place, options.loader, options.load
+    )  # an unknown input is the first error
     version = rank_files.find_version(place) if isinstance(place, Path) else None
     if version is None or (version / RUN_CONFIG).is_file():
         raise _no_saver()
-    found = input_at(load_dir, place, options.loader, options.load)
     saver = found.loader.name
     ckpt_format = read_backend(version) or ("torch" if rank_files.is_rank_files(version) else None)
     if saver not in ("core", "legacy") or ckpt_format not in ("torch", "torch_dist", "zarr"):

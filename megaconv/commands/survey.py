@@ -97,6 +97,13 @@ class Survey:
             yield f"{dtype} {share(size, self.nbytes)}"
 
 
+def _about(path: Path, error: CheckpointError) -> str:
+    """The message of an error, with `it` in place of the path: `it is an adapter`."""
+    said = str(error).removeprefix(f"{path}: ")
+    without_subject = said.startswith(("is ", "has ", "holds "))
+    return f"it {said}" if without_subject else said
+
+
 def survey(path: Path, error: CheckpointError) -> Survey | None:
     """A description of an input that a loader refused with this error; None if nothing is known.
 
@@ -121,7 +128,7 @@ def survey(path: Path, error: CheckpointError) -> Survey | None:
     if contents is None or not contents.tensors:
         return None
     kind = "an adapter (PEFT), " if "peft_type" in facts else ""
-    reason = str(error).removeprefix(f"{path}: ")
+    reason = _about(path, error)
     return Survey(
         str(path), kind + contents.kind, contents.tensors, {**facts, **contents.facts}, reason
     )
@@ -139,7 +146,7 @@ def survey_of(path: Path, header: Header | None, error: CheckpointError) -> Surv
         for key, info in header.manifest.items()
     )
     facts = facts_of(header.config.own_names.config)
-    reason = str(error).removeprefix(f"{path}: ")
+    reason = _about(path, error)
     return Survey(str(path), header.source, tensors, facts, reason)
 
 

@@ -149,13 +149,13 @@ def _need_record(place: Place) -> Record:
     path = place.parent if place.is_file() else place
     if (path / RECORD_NAME).exists():
         raise CorruptCheckpoint(
-            f"{path / RECORD_NAME}: is about another iteration than the one that the tracker names, of which nothing is known to "
-            "verify it against; megaconv diff compares with another checkpoint",
+            f"{path / RECORD_NAME}: describes another iteration than the tracker names, so there are no fingerprints to "
+            "compare with; `megaconv diff A B` compares two checkpoints",
             code="no-fingerprints",
         )
     raise CorruptCheckpoint(
-        f"{path}: has no {RECORD_NAME}, so that nothing is known to verify it against; "
-        "megaconv writes one into every output, and megaconv diff compares with another checkpoint",
+        f"{path}: has no {RECORD_NAME} with fingerprints to compare with. megaconv writes one into every output; "
+        "`megaconv seal DIR` writes one for any other checkpoint, and `megaconv diff A B` compares two checkpoints",
         code="no-fingerprints",
     )
 

@@ -211,9 +211,11 @@ def split_stacks(
 
 def _explicit(layers: int, pp: int, vpp: int, stages: tuple[int, ...]) -> tuple[int, ...]:
     if len(stages) != pp * vpp:
+        remedy = "choose sizes with this product, or another split"
+        if len(stages) % vpp == 0:
+            remedy = f"give --pp {len(stages) // vpp}, or another split"
         raise LayoutError(
-            f"the layer split has {counted(len(stages), 'stage')}, but pp x vpp = {pp} x {vpp} = {pp * vpp}; "
-            "choose sizes with this product, or another split"
+            f"the layer split has {counted(len(stages), 'stage')}, but pp x vpp = {pp} x {vpp} = {pp * vpp}; {remedy}"
         )
     if sum(stages) != layers or min(stages) < 0:
         raise LayoutError(

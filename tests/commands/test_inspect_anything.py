@@ -136,6 +136,7 @@ def test_a_run_that_trains_an_adapter_shows_the_newest(tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
     found = inspected(tmp_path / "run")
     assert "adapter" in found["format"]
+    assert found["reason"].startswith("it is a run that trains an adapter")
     assert "megaconv merge" in found["reason"]
     assert_tensors(found, load_file(ADAPTER / "adapter_model.safetensors"))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+import megaconv
 from megaconv.api import inspect as inspected
 from megaconv.commands.views import stats
 from megaconv.commands.views.tree import Module
@@ -228,6 +229,12 @@ def test_the_picture_of_a_mixture_shares_out_its_experts() -> None:
     assert found["experts_of_ep_rank"] == [[0, 1], [2, 3]]
     assert found["ranks"] == 8
     assert "ep 0: 0-1, ep 1: 2-3" in run("inspect", MIXTURE, "--layout").out
+
+
+def test_the_picture_names_a_single_expert_of_a_rank_once(tmp_path: Path) -> None:
+    megaconv.convert(MIXTURE, tmp_path / "ep4", saver="core", tp=1, pp=1, ep=4, etp=1)
+    shown_text = run("inspect", tmp_path / "ep4", "--layout").out
+    assert "experts of each layer: ep 0: 0, ep 1: 1, ep 2: 2, ep 3: 3" in shown_text
 
 
 def test_a_layout_of_an_unknown_model_is_refused(tmp_path: Path) -> None:

@@ -117,6 +117,14 @@ def test_a_missing_input_is_reported(tmp_path: Path) -> None:
     assert_refused(run("convert", tmp_path / "nothing", tmp_path / "out", "--tp", 2), 2, "no such")
 
 
+def test_the_directory_around_a_checkpoint_is_reported_before_the_missing_saver(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(checkpoint("core-llama-tp2pp2"), tmp_path / "run" / "checkpoint")
+    outcome = run("convert", tmp_path / "run", tmp_path / "out", "--tp", 1)
+    assert_refused(outcome, 3, "is no checkpoint itself", str(tmp_path / "run" / "checkpoint"))
+
+
 def test_a_layout_that_can_not_be_is_refused_as_with_a_saver(tmp_path: Path) -> None:
     source = checkpoint("core-llama-tp2pp2")
     with_saver = run("convert", source, tmp_path / "out", "--tp", 3, "--saver", "core")

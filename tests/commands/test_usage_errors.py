@@ -51,8 +51,8 @@ def convert(model: Path, *options: object, saver: str = "core") -> Outcome:
         ("--vpp 2", ["virtual pipeline", "pipeline parallel size of 2 or more"]),
         ("--pp 2 --layer-split 1,2", ["1,2", "3 layers", "4"]),
         ("--pp 2 --layer-split 1,2,1", ["3 stages", "pp x vpp = 2 x 1 = 2"]),
-        ("--pp 2 --vpp 2 --layer-split 2,2", ["2 stages", "pp x vpp = 2 x 2 = 4"]),
-        ("--layer-split 1,3", ["2 stages", "pp x vpp = 1 x 1 = 1"]),
+        ("--pp 2 --vpp 2 --layer-split 2,2", ["2 stages", "pp x vpp = 2 x 2 = 4", "give --pp 1"]),
+        ("--layer-split 1,3", ["2 stages", "pp x vpp = 1 x 1 = 1", "give --pp 2"]),
         ("--pp 3 --decoder-first-pipeline-num-layers 1", ["3", "2"]),
         (
             "--pp 2 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1",

@@ -92,7 +92,9 @@ def test_another_container_of_the_same_weights_verifies(tmp_path: Path) -> None:
 
 
 def test_without_a_record_there_is_nothing_to_verify_against() -> None:
-    assert_refused(run("verify", SOURCE), 3, "has no megaconv.json", "megaconv diff")
+    assert_refused(
+        run("verify", SOURCE), 3, "has no megaconv.json", "megaconv seal DIR", "megaconv diff"
+    )
 
 
 @pytest.mark.parametrize("record", ["", "[]", "{}", '{"fingerprint": 1, "tensors": {}}', "\x00"])

@@ -119,6 +119,8 @@ def test_open_says_that_hugging_face_is_not_sharded(hf: Path) -> None:
 def test_a_tensor_that_the_model_has_not_is_a_key_error(hf: Path) -> None:
     with pytest.raises(KeyError, match=r"layers\.9\.attn\.q\.weight"):
         megaconv.open(hf).load("layers.9.attn.q.weight")
+    with pytest.raises(KeyError, match=r"did you mean layers\.0\.attn\.q\.weight\?"):
+        megaconv.open(hf).load("layers.0.attn.qq.weight")
 
 
 def test_every_dtype_is_loaded_as_torch_has_it(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 
 Tensors = dict[str, torch.Tensor]
 GOLDEN = FIXTURES / "bitsandbytes/golden.safetensors"
-CONFIG: dict[str, Any] = {"quantization_config": {"quant_method": "bitsandbytes"}}
+CONFIG: dict[str, Any] = {
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}
+}
 STATE = "nf4.weight.quant_state.bitsandbytes__nf4"
 NESTED = "nf4_nested.weight."
 TABLE = torch.linspace(-1, 1, 16)
@@ -136,6 +138,7 @@ def test_a_quantized_model_becomes_a_megatron_checkpoint_and_a_plain_model(
         parts, expected[name] = quantized(SOURCE[name], name)
         stored |= parts
     save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    assert megaconv.inspect(source).header.source == "hf, safetensors, bitsandbytes (4 bits)"
     megaconv.convert(source, tmp_path / "core", saver="core", tp=2, dtype="fp32")
     assert f"{len(MATRICES)} weights were rounded to 4 or 8 bits before" in caplog.text
     megaconv.convert(tmp_path / "core", tmp_path / "plain", saver="hf", verify=True)

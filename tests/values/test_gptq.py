@@ -270,6 +270,12 @@ def test_a_quantized_model_becomes_a_megatron_checkpoint_and_a_plain_model(
     assert "quantization_config" not in config
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_inspect_names_the_method_and_its_width(name: str, tmp_path: Path) -> None:
+    outcome = run("inspect", write(tmp_path / "quantized", CONFIGS[name]))
+    assert f"hf, safetensors, {name} (4 bits)" in outcome.out
+
+
 def test_a_model_with_a_damaged_index_leaves_no_output(tmp_path: Path) -> None:
     source = write(tmp_path / "quantized", gptq())
     tensors = load_file(source / "model.safetensors")

@@ -112,6 +112,22 @@ def test_a_fused_tensor_is_quantized_where_its_pieces_fill_whole_blocks(tmp_path
         assert (name in kept) != is_quantized
 
 
+@pytest.mark.parametrize(
+    ("quantize", "named"),
+    [
+        ("fp8-block", "fp8 (blocks of 128 x 128)"),
+        ("fp8-per-channel", "modelopt (FP8_PER_CHANNEL_PER_TOKEN)"),
+        ("nvfp4", "modelopt (W4A16_NVFP4)"),
+    ],
+)
+def test_the_description_of_a_quantized_output_names_its_method(
+    quantize: str, named: str, tmp_path: Path
+) -> None:
+    source = write_llama(tmp_path / "hf", hidden=128, ffn=256, layers=1)
+    megaconv.convert(source, tmp_path / "out", saver="hf", quantize=quantize)
+    assert megaconv.inspect(tmp_path / "out").header.source == f"hf, safetensors, {named}"
+
+
 def test_an_unknown_quantization_names_the_known_one(tmp_path: Path) -> None:
     write_llama(tmp_path / "hf", hidden=160, ffn=264, layers=2)
     with pytest.raises(UsageError, match="fp8-block"):

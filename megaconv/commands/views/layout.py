@@ -143,11 +143,16 @@ class LayoutView:
 
     def _ranges_of_experts(self) -> str:
         """The experts of the first ranks and of the last rank."""
-        ranges = [f"ep {rank}: {held[0]}-{held[-1]}" for rank, held in enumerate(self._experts())]
+        ranges = [f"ep {rank}: {_first_to_last(held)}" for rank, held in enumerate(self._experts())]
         shown = ", ".join(ranges[:_SHOWN_EXPERT_RANKS])
         if len(ranges) > _SHOWN_EXPERT_RANKS:
             shown += f" ... {ranges[-1]}"
         return shown
+
+
+def _first_to_last(held: range) -> str:
+    """`4-7`, or `4` for a single expert."""
+    return f"{held[0]}-{held[-1]}" if len(held) > 1 else str(held[0])
 
 
 def layout_view(header: Header) -> LayoutView:
