@@ -1,6 +1,7 @@
 """The end of a failed command: one line on stderr, an exit status, and with --json a document on stdout."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,8 +34,16 @@ def errors_reported() -> Iterator[None]:
         usage: Any = error
         if not hasattr(usage, "format_message"):
             raise
-        usage.show()  # Typer's own error: an unknown option, or an invalid value
+        # Typer's own error: an unknown option, or an invalid value.
+        usage.message = _in_plain_words(usage.message or "")
+        usage.show()
         _end("wrong-usage", usage.format_message())
+
+
+def _in_plain_words(message: str) -> str:
+    """Typer's message, with a kind of number in place of the name of a type: `'two' is not a valid int range`."""
+    numbers = {"int": "a whole number", "float": "a number"}
+    return re.sub(r"a valid (int|float)( range)?", lambda found: numbers[found[1]], message)
 
 
 def say(text: str) -> None:

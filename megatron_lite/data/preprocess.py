@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from formats.wording import counted
 from megaconv.errors import CheckpointError, Interrupted, UsageError
 from megaconv.local_paths import local_path, local_word
+from megatron_lite.settings.flag_parser import FlagParser
 
 EXAMPLES = """examples:
   megatron-lite preprocess --input corpus.jsonl --output-prefix corpus --append-eod \\
@@ -26,13 +27,8 @@ EXAMPLES = """examples:
 writes PREFIX_KEY_document.bin and .idx for every key; --data-path wants PREFIX_KEY_document."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists all flags")
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = FlagParser(
         prog="megatron-lite preprocess", epilog=EXAMPLES, allow_abbrev=False,
         description="Turn text into Megatron's indexed files. Flags are Megatron-LM's.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

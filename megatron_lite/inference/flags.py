@@ -15,21 +15,22 @@ from megatron_lite.data.tokenizer import TYPES
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
 from megatron_lite.settings.earlier_flags import with_todays_flags
+from megatron_lite.settings.flag_parser import FlagParser
 from megatron_lite.settings.sizes import LONGEST_UNASKED
 
 DTYPES = ("bf16", "fp16", "fp32")
 QUANTIZED = ("q8_0",)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError instead of ending the process."""
+class Parser(FlagParser):
+    """The parser of a command that loads a model."""
 
     def error(self, message: str) -> NoReturn:
         if message == "the following arguments are required: --load":
             raise UsageError(
                 f"--load is missing; write: {self.prog} --load MODEL; --help lists all flags"
             )
-        raise UsageError(f"{message}; --help lists all flags")
+        super().error(message)
 
 
 def make_parser(

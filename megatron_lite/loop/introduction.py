@@ -11,7 +11,9 @@ from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.loop.run import Run
+from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import flags
+from megatron_lite.settings.kinds import of_other_kinds
 from megatron_lite.settings.optimization import PRECISION_FLAGS
 from megatron_lite.settings.options import LoRA
 
@@ -150,8 +152,9 @@ def _changes(run: Run, before: Mapping[str, Any]) -> Iterator[tuple[str, Any, An
     """Yield (setting, value in the checkpoint, value now). before: the arguments of the continued run."""
     settings = run.settings
     now: dict[str, Any] = {}
+    foreign = of_other_kinds(model_type(settings, run.config))
     for name, (subject, field) in flags().items():
-        if field.metadata["samples"]:
+        if field.metadata["samples"] and name not in foreign:
             value = getattr(getattr(settings, subject), name)
             now[name] = list(value) if isinstance(value, tuple) else value
     now["fp8_format"] = settings.precision.fp8_format

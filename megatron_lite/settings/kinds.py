@@ -71,15 +71,18 @@ def _refused(settings: Settings, kind: str) -> Iterator[tuple[str, str]]:
             if differs and _asked(settings, name):
                 reason = f"there is code for {value} alone" if value else "there is no code for it"
                 yield name, reason
-    of_masked = {item.name for item in fields(Masked)}
-    others = of_masked - set(MASKED.get(kind, ()))
+    for name in sorted(of_other_kinds(kind)):
+        if _asked(settings, name):
+            yield name, "it is about another --model-type"
+
+
+def of_other_kinds(kind: str) -> set[str]:
+    """The flags that belong to other kinds of models only."""
+    others = {item.name for item in fields(Masked)} - set(MASKED.get(kind, ()))
     for other, names in OF_MODEL.items():
         if other != kind:
             others |= set(names)
-    others -= set(OF_MODEL.get(kind, ()))
-    for name in sorted(others):
-        if _asked(settings, name):
-            yield name, "it is about another --model-type"
+    return others - set(OF_MODEL.get(kind, ()))
 
 
 def _value(settings: Settings, name: str) -> object:

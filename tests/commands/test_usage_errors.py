@@ -374,3 +374,18 @@ def test_a_wrong_value_in_a_config_is_reported_with_its_path(model: Path) -> Non
 def test_quantize_for_gguf_names_the_option_that_does_it(model: Path) -> None:
     outcome = convert(model, "--quantize", "q4_0", saver="gguf")
     assert_refused(outcome, 2, "has no effect with --saver gguf", "--option gguf_type=q4_0")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("convert", "a", "b", "--tp", "two"), "'two' is not a whole number"),
+        (("diff", "a", "b", "--tolerance", "some"), "'some' is not a number"),
+    ],
+)
+def test_a_word_in_place_of_a_number_is_refused_in_plain_words(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    outcome = run(*arguments)
+    assert (outcome.status, outcome.out) == (2, "")
+    assert words in outcome.err

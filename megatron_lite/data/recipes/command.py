@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from megaconv.errors import CheckpointError, Interrupted, UsageError
 from megatron_lite.data.recipes import (
@@ -23,6 +23,7 @@ from megatron_lite.data.recipes import (
     tokenizer,
     urls,
 )
+from megatron_lite.settings.flag_parser import FlagParser
 
 RECIPES: dict[str, ModuleType] = {
     "clean": clean,
@@ -52,14 +53,9 @@ class Report(Protocol):
         ...
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists all flags")
-
-
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all recipes."""
-    parser = _Parser(
+    parser = FlagParser(
         prog="megatron-lite data",
         description="Prepare a corpus of text.",
         allow_abbrev=False,

@@ -125,12 +125,14 @@ class Server:
         """Answer a request for an unknown path or method."""
         assert isinstance(error, HTTPException)
         self.answered["other", error.status_code] += 1
+        headers = error.headers or {}
+        methods = f"; send {headers['Allow']}" if "Allow" in headers else ""
         refused = Refused(
-            f"nothing here answers {request.method} {request.url.path:.100}: {error.detail}"
+            f"nothing here answers {request.method} {request.url.path:.100}: {error.detail}{methods}"
         )
         refused.status = error.status_code
         response = refusal(refused)
-        response.headers.update(error.headers or {})
+        response.headers.update(headers)
         return response
 
     def _other_site(self, refused: Refused) -> Response:

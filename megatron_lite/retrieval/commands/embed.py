@@ -12,10 +12,11 @@ from megatron_lite.retrieval.commands.opening import (
     evidence_of,
     source_of,
 )
-from megatron_lite.retrieval.commands.parsing import Parser, add_count, parser_of, run_command
+from megatron_lite.retrieval.commands.parsing import add_count, parser_of, run_command
 from megatron_lite.retrieval.embedding import embed_all
 from megatron_lite.retrieval.team import Team, run_as_team
 from megatron_lite.retrieval.vector_files import Meta, VectorFiles, shard_rows
+from megatron_lite.settings.flag_parser import FlagParser
 
 LENGTH = 256
 EXAMPLES = """  torchrun --nproc-per-node 8 -m megatron_lite embed --load ict --evidence-data-path psgs_w100.tsv --output index
@@ -23,7 +24,7 @@ EXAMPLES = """  torchrun --nproc-per-node 8 -m megatron_lite embed --load ict --
   megatron-lite embed --load ict --data-path wiki_text_sentence --titles-data-path wiki_title_sentence --output index"""
 
 
-def parser() -> Parser:
+def parser() -> FlagParser:
     """Return the parser of the command."""
     made = parser_of(
         "embed", "Embed passages. An ended run goes on with the missing shards.", EXAMPLES

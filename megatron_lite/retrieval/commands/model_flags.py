@@ -9,13 +9,13 @@ import sys
 from collections.abc import Sequence
 
 from megaconv.terminal import show
-from megatron_lite.retrieval.commands.parsing import Parser
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.earlier_flags import with_todays_flags
+from megatron_lite.settings.flag_parser import FlagParser
 
 
-def parse_with_model_flags(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+def parse_with_model_flags(parser: FlagParser, words: Sequence[str]) -> argparse.Namespace:
     """Return the values of `embed`, with the flags of the model as `training`. Raises UsageError for an unknown flag."""
     given, rest = parser.parse_known_args(with_todays_flags(words, "embed"))
     settings, ignored = parse("pretrain", rest)

@@ -8,19 +8,20 @@ from megaconv.errors import UsageError
 from megaconv.extras import require_torch
 from megaconv.local_paths import local_path
 from megatron_lite.data.tokenizer import Tokenizer, TokenizerOptions, build_tokenizer
-from megatron_lite.retrieval.commands.parsing import Parser, add_count, add_tokenizer
+from megatron_lite.retrieval.commands.parsing import add_count, add_tokenizer
 from megatron_lite.retrieval.embedder import Embedder, OneTower
 from megatron_lite.retrieval.embedders import NAMES, EmbedderOptions, open_embedder
 from megatron_lite.retrieval.evidence import Evidence, open_blocks, open_evidence
 from megatron_lite.retrieval.team import Team
 from megatron_lite.retrieval.towers import TowerEmbedder, Towers
+from megatron_lite.settings.flag_parser import FlagParser
 
 LOAD = "load:"
 """Before the path of a biencoder, in meta.json."""
 SOURCES = ("evidence_data_path", "data_path", "titles_data_path")
 
 
-def add_embedder(parser: Parser) -> None:
+def add_embedder(parser: FlagParser) -> None:
     """Add the flags of the embedder."""
     parser.set_defaults(training=None)
     add = parser.add_argument_group("embedder").add_argument
@@ -40,7 +41,7 @@ def add_embedder(parser: Parser) -> None:
     add_tokenizer(parser.add_argument_group("tokenizer (the model's)").add_argument)
 
 
-def add_passages(parser: Parser) -> None:
+def add_passages(parser: FlagParser) -> None:
     """Add the flags of the passages."""
     add = parser.add_argument_group("passages").add_argument
     add(

@@ -3,26 +3,19 @@
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NoReturn
 
-from megaconv.errors import CheckpointError, Interrupted, UsageError
+from megaconv.errors import CheckpointError, Interrupted
 from megaconv.local_paths import local_path
 from megatron_lite.data.tokenizer import TYPES
 from megatron_lite.processes.failure import refuse
+from megatron_lite.settings.flag_parser import FlagParser
 
 Add = Callable[..., object]
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists all flags")
-
-
-def parser_of(command: str, description: str, examples: str) -> Parser:
+def parser_of(command: str, description: str, examples: str) -> FlagParser:
     """Return a parser without flags."""
-    return Parser(
+    return FlagParser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}",
         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from megatron_lite.retrieval.commands.opening import (
     evidence_of,
     source_of,
 )
-from megatron_lite.retrieval.commands.parsing import Parser, add_count, parser_of, run_command
+from megatron_lite.retrieval.commands.parsing import add_count, parser_of, run_command
 from megatron_lite.retrieval.embedder import Embedder
 from megatron_lite.retrieval.faiss_index import faiss_module
 from megatron_lite.retrieval.hits import Hits, hits_of
@@ -22,6 +22,7 @@ from megatron_lite.retrieval.questions import read_questions
 from megatron_lite.retrieval.team import Team
 from megatron_lite.retrieval.vector_files import Meta, Shards, VectorFiles
 from megatron_lite.retrieval.vector_search import FLAT, find
+from megatron_lite.settings.flag_parser import FlagParser
 
 TOP_K = (1, 5, 20, 100)
 LENGTH = 256
@@ -30,7 +31,7 @@ EXAMPLES = """  megatron-lite retrieve --index index --qa-data nq-dev.qa.csv --t
       --qa-data nq-dev.qa.csv --output hits.jsonl"""
 
 
-def parser() -> Parser:
+def parser() -> FlagParser:
     """Return the parser of the command."""
     made = parser_of(
         "retrieve", "Find passages for questions, and count those with an answer.", EXAMPLES

@@ -13,7 +13,6 @@ from megatron_lite.data.corpora import SPLITS
 from megatron_lite.data.tokenizer import BERT_TYPES
 from megatron_lite.retrieval.array_files import FORMATS
 from megatron_lite.retrieval.commands.parsing import (
-    Parser,
     add_count,
     add_tokenizer,
     parser_of,
@@ -31,6 +30,7 @@ from megatron_lite.retrieval.retro.show import (
     summary_lines,
 )
 from megatron_lite.retrieval.team import Team, run_as_team
+from megatron_lite.settings.flag_parser import FlagParser
 
 EXAMPLES = """  megatron-lite retro build --retro-project-dir P --retro-gpt-data-path 0.7 a_text_document 0.3 b_text_document \\
       --retro-gpt-seq-length 2048 --retro-gpt-train-samples 100000 --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR \\
@@ -39,7 +39,7 @@ EXAMPLES = """  megatron-lite retro build --retro-project-dir P --retro-gpt-data
   megatron-lite retro show P --sample 0"""
 
 
-def parser() -> Parser:
+def parser() -> FlagParser:
     """Return the parser of both commands."""
     made = parser_of("retro", "Build or show a Retro project directory.", EXAMPLES)
     actions = made.add_subparsers(dest="action", required=True, metavar="build|show")

@@ -325,6 +325,12 @@ def test_pages_of_other_sites_and_names_that_are_not_this_machine_are_refused(
         assert said["error"]["type"] == "permission_error"
 
 
+def test_another_method_is_refused_with_the_one_to_send(serving: Serving) -> None:
+    status, said = serving.ask("/v1/completions")
+    assert status == 405
+    assert "GET /v1/completions: Method Not Allowed; send POST" in said["error"]["message"]
+
+
 def test_a_token_of_the_tokenizer_that_the_model_lacks_is_refused(
     model: tuple[Path, Any], tmp_path: Path
 ) -> None:

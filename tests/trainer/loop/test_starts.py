@@ -88,6 +88,15 @@ def test_a_model_that_no_run_has_trained_is_trained_for_all_steps(
     assert megaconv.inspect(tmp_path / "ckpt").to_json()["consumed_train_samples"] == 24
 
 
+def test_changes_of_a_continued_run_are_those_of_its_kind_of_model(tmp_path: Path) -> None:
+    """Megatron's arguments hold T5's `vocab_extra_ids` and `decoder_seq_length` in a Llama too, with other defaults."""
+    shutil.copytree(FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint", tmp_path / "base")
+    ran = train(tmp_path, 1, f"pretrain --load base {WORDS} --train-iters 3").log(0)
+    changes = re.findall(r"changed since the checkpoint: (\w+)", ran)
+    assert "mock_data" in changes
+    assert not {"vocab_extra_ids", "decoder_seq_length"} & set(changes)
+
+
 def test_a_release_of_megatron_begins_a_run_whatever_iteration_it_names(tmp_path: Path) -> None:
     """Megatron takes a release's weights, and no optimizer, scheduler or iteration."""
     shutil.copytree(FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint", tmp_path / "base")
