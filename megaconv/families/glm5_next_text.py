@@ -39,8 +39,8 @@ from megaconv.families.parts.keys import (
     flags,
     need_number,
     need_size,
+    number,
     only_in_files,
-    positive_number,
     size,
 )
 from megaconv.families.parts.latent_attention import require_own_groups
@@ -220,7 +220,7 @@ _KEYS = (
     flags("index_kpool_always_select_tail", ("indexer.keeps_tail",), default=True),
     Keys(_TYPES.names, _read_types, _TYPES.write),
     *HYPER_KEYS,
-    positive_number("swiglu_limit", "mlp.clamp", 10.0),
+    number("swiglu_limit", "mlp.clamp", 10.0),
     only_in_files(_OF_PUBLISHED),
 )
 _FIXED = {

@@ -31,7 +31,6 @@ from megaconv.families.parts.keys import (
     Raw,
     number,
     only_in_files,
-    positive_number,
 )
 from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads
 from megaconv.families.parts.mtp import MTP_LEFT_OUT
@@ -127,7 +126,7 @@ _KEYS = (
     indexer_types(_usual_types),
     *_STREAM_KEYS,
     number("hc_magnitude", "hyper.magnitude", 2.0),
-    positive_number("swiglu_limit", "experts.clamp", 10.0),
+    number("swiglu_limit", "experts.clamp", 10.0),
     only_in_files(_OF_PUBLISHED),
     Keys((_MTP,), lambda raw: {}, _write_mtp),
 )

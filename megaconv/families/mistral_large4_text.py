@@ -33,7 +33,7 @@ from megaconv.families.parts.keys import (
     Keys,
     Raw,
     need_size,
-    positive_number,
+    number,
     require_each_layer,
 )
 from megaconv.families.parts.latent_attention import latent_heads, require_own_groups
@@ -229,7 +229,7 @@ _KEYS = (
     _ROUTING,
     *indexer_keys(heads=32),
     types_by_pattern(),
-    positive_number("final_logit_softcapping", "head.logit_cap", 30.0),
+    number("final_logit_softcapping", "head.logit_cap", 30.0),
 )
 _FIXED = {
     **LLAMA_LIKE,

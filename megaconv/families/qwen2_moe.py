@@ -1,6 +1,7 @@
 """Qwen 1.5 and 2 MoE: Qwen 2's attention, routed experts, and a gated shared expert."""
 
 from megaconv.families import Family
+from megaconv.families.parts.computable import require_count
 from megaconv.families.parts.decoder_keys import LLAMA_LIKE, MIXTURE, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.experts import (
@@ -9,7 +10,7 @@ from megaconv.families.parts.experts import (
     QWEN_SHARED,
     qwen_expert_keys,
 )
-from megaconv.families.parts.keys import Raw, flags, need_size, size
+from megaconv.families.parts.keys import CONFIG_NAME, Raw, flags, need_size, size
 from megaconv.families.parts.windows import qwen_windows
 
 ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *QWEN_SHARED, *HEAD)
@@ -17,7 +18,8 @@ ROWS = (EMBEDDING, *ATTENTION, MOE_NORM, *MLP, *QWEN_EXPERTS, *QWEN_SHARED, *HEA
 
 def _every_other_layer(raw: Raw) -> list[str]:
     """The default layer_types. Unlike Qwen 2, every other layer has a window, and only before max_window_layers."""
-    layers, end = need_size(raw, "num_hidden_layers"), raw.get("max_window_layers", 28)
+    layers = need_size(raw, "num_hidden_layers")
+    end = require_count(CONFIG_NAME, raw, "max_window_layers", 28)
     return [
         "full_attention" if layer % 2 or layer >= end else "sliding_attention"
         for layer in range(layers)

@@ -66,7 +66,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("hy_v4", {"indexer_types": ["shared"] + ["full"] * 3}, "first layer can't share positions"),
     ("hy_v4", {"layer_types": ["full_attention"] * 4}, "layer_types has 'full_attention'"),
     ("hy_v4", {"q_lora_rank": None}, "the model's indexer can't have"),
-    ("hy_v4", {"swiglu_limit": 0.0}, "swiglu_limit 0.0 is not supported"),
+    ("hy_v4", {"swiglu_limit": 0.0}, "swiglu_limit should be a positive number, found 0.0"),
     ("kimi_k3", {"activation_situ_beta": 0.0}, "activation_situ_beta should be a positive number"),
     ("kimi_k3", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
     ("kimi_k3", {"kv_lora_rank": None}, "kv_lora_rank should be a positive number"),

@@ -221,7 +221,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"index_kpool_compress": False}, "index_kpool_compress False is not supported"),
     ({"mla_use_nope": False}, "mla_use_nope False is not supported"),
     ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
-    ({"swiglu_limit": 0.0}, "swiglu_limit 0.0 is not supported"),
+    ({"swiglu_limit": 0.0}, "swiglu_limit should be a positive number, found 0.0"),
     ({"layer_types": ["sliding_attention"] * 4}, "layer_types has 'sliding_attention'"),
     ({**FIVE, "indexer_types": ["full", "shared", "full", "full", "full"]}, "'shared' in layer 1, and the layer before has no indexer"),
     ({"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "shared", "shared", "full"]}, "'shared' in layer 2"),

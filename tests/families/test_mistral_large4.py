@@ -222,7 +222,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"num_key_value_heads": 4}, "num_key_value_heads 4 is not supported in this architecture, only num_attention_heads 8"),
     ({"layer_types": ["full_attention"] * 4}, "layer_types has 'full_attention'"),
-    ({"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not supported in this architecture; expected a positive number"),
+    ({"final_logit_softcapping": 0.0}, "final_logit_softcapping should be a positive number, found 0.0"),
     ({"no_rope_layers": [1, 0]}, "no_rope_layers lists 2 layers, the model has 4"),
     ({"kv_source_layers": [0, 1]}, "kv_source_layers lists 2 layers, the model has 4"),
     ({"kv_source_layers": [0, 2, 2, 3]}, "gives layer 1 the source 2"),

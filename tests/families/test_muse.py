@@ -166,7 +166,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("glimmer", {"layer_rope_theta": [0]}, "layer_rope_theta lists 1 layer, the model has 4"),
     ("glimmer", {"sliding_window": 0}, "sliding_window should be a positive number, found 0"),
     ("glimmer", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
-    ("glimmer", {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0 is not supported"),
+    (
+        "glimmer",
+        {"final_logit_softcapping": 0.0},
+        "final_logit_softcapping should be a positive number, found 0.0",
+    ),
     ("glimmer", {"output_multiplier": 0}, "output_multiplier should be a number but 0"),
     ("spark", {"residual_gate_temperature": 0.0}, "residual_gate_temperature 0.0 is not supported"),
     ("spark", {"mlp_layer_types": ["moe"] * 4}, "mlp_layer_types has 'moe'"),

@@ -1,9 +1,10 @@
-"""Numbers of a config.json with which no layer computes: negative sizes, roots of negative numbers, powers of them.
+"""Numbers of a config.json with which no layer computes: negative sizes and limits, roots of negative numbers, powers of them.
 
 Python and transformers accept many of them, and compute something that nobody has trained.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
@@ -14,6 +15,11 @@ _FURTHER_SIZES = (
     *("layers.ffn", "layers.heads", "layers.kv_heads", "layers.head_dim", "layers.chunk"),
     *("block_indexer.local", "temperature.interval"),
 )
+_LIMITS = (
+    *("attention.score_cap", "attention.clip", "head.logit_cap", "mlp.clamp", "experts.clamp"),
+    *("layers.limit", "layers.shared_limit"),
+)
+"""Limits of scores, logits and activations. None switches a limit off."""
 _SIZES = SIZE_FIELDS.union(_FURTHER_SIZES)
 _NEVER_NEGATIVE = (
     *("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"),
@@ -29,6 +35,18 @@ def require_counts(where: str, raw: Mapping[str, Any], names: Sequence[str]) -> 
             raise CorruptCheckpoint(
                 f"{where}: {key} should be 0 or more, found {raw[key]}; correct it"
             )
+
+
+def require_count(where: str, raw: Mapping[str, Any], key: str, default: int) -> int:
+    """The number of layers that a key states; 0 for null. Raises CorruptCheckpoint for anything else."""
+    value = raw.get(key, default)
+    if value is None:
+        return 0
+    if type(value) is not int or value < 0:
+        raise CorruptCheckpoint(
+            f"{where}: {key} should be 0 or more, found {value!r:.40}; correct it"
+        )
+    return value
 
 
 def require_computable(
@@ -56,12 +74,19 @@ def _wrong(field: str, value: Any) -> Iterator[tuple[str, Any]]:
             length = number.get(_ORIGINAL)
             if _is_negative(length) or length == 0:
                 yield "a positive number", length
-        elif field.endswith("theta") and (_is_negative(number) or number == 0):
+        elif _should_be_positive(field, number):
             yield "a positive number", number
         elif is_size and _is_negative(number):
             yield "0 or more", number
         elif field.endswith("rotary_percent") and type(number) is float and not number <= 1:
             yield "1 or less", number
+
+
+def _should_be_positive(field: str, number: Any) -> bool:
+    """True for a base of rope or a limit that isn't above 0. A limit of None is none."""
+    if field in _LIMITS:
+        return number is not None and not 0 < number < inf
+    return field.endswith("theta") and (_is_negative(number) or number == 0)
 
 
 def _called(field: str) -> str:
@@ -72,6 +97,8 @@ def _called(field: str) -> str:
         return _ORIGINAL
     if field.endswith("rotary_percent"):
         return "the rotating share of a head"
+    if field == "attention.clip":
+        return "clip_qkv"
     return "the epsilon of norms" if field.endswith("epsilon") else ""
 
 

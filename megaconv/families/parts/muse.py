@@ -23,7 +23,6 @@ from megaconv.families.parts.keys import (
     multiplier,
     need_size,
     number,
-    positive_number,
     require_each_layer,
 )
 from megaconv.families.parts.norm_places import norms_at
@@ -110,7 +109,7 @@ def muse_keys(
         _layer_keys(theta),
         number("qk_scale_factor", "attention.query_factor", query),
         multiplier("output_multiplier", "head.divisor", logits),
-        positive_number("final_logit_softcapping", "head.logit_cap", 20.0),
+        number("final_logit_softcapping", "head.logit_cap", 20.0),
         number("post_norm_eps", "norm.output_epsilon", 1e-8),
     )  # fmt: skip
 

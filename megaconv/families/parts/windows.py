@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaconv.errors import NotExpressible
+from megaconv.families.parts.computable import require_count
 from megaconv.families.parts.keys import (
     CONFIG_NAME,
     Fields,
@@ -140,7 +141,7 @@ def windows_at_the_end(raw: Raw, default: int) -> list[str]:
     """The layer_types of a model in which the layers from max_window_layers on have a window. default: the value of a
     missing key."""
     layers = need_size(raw, "num_hidden_layers")
-    first = raw.get("max_window_layers", default) or 0
+    first = require_count(CONFIG_NAME, raw, "max_window_layers", default)
     return ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
 
 
