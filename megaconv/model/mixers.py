@@ -53,6 +53,8 @@ class Mamba:
     """Elements of B, and of C."""
     norm: str = "after_gate"
     """The place of the norm at the end of a mixer: `after_gate`, `before_gate`, or `none` without such a norm."""
+    out_epsilon: float | None = None
+    """Epsilon of this norm; None for the epsilon of all other norms."""
     least_time_step: float | None = field(default=None, compare=False)
     """Lower limit of time steps; None: no limit.
 

@@ -31,6 +31,8 @@ _SIZES = {
 }
 NEEDED_OF_MAMBA = {"mamba.groups": "mamba_num_groups", "mamba.state": "mamba_state_dim"}
 """Fields that tensors don't show -> the argument that gives them."""
+PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern")
+"""The arguments that list the layers of a hybrid."""
 EPSILON = 1e-5
 """The epsilon of the norm after the gate in Megatron, whatever --norm-epsilon is."""
 _BY_PATTERN = {
@@ -51,22 +53,29 @@ def mamba_arguments(
     given = sizes if config.has("mamba_layers") else {}
     if not config.has("hybrid_stack"):
         return given  # of layers with attention too, which only the trainer saves
-    own_epsilon = given and mixer_epsilon(config) != EPSILON
+    own_epsilon = has_own_epsilon(config)
     if beside_config and (own_epsilon or not has_pattern(config)):
         return given
     if own_epsilon:
-        raise NotExpressible(_epsilon_refused(config.norm.epsilon))
+        raise NotExpressible(_epsilon_refused(mixer_epsilon(config)))
     return given | _pattern_arguments(config, layout)
 
 
+def has_own_epsilon(config: ModelConfig) -> bool:
+    """True if the norm after the gate of a Mamba 2 has another epsilon than in Megatron."""
+    return config.has("mamba_layers") and mixer_epsilon(config) != EPSILON
+
+
 def mixer_epsilon(config: ModelConfig) -> float:
-    """The epsilon of the norm after the gate: the model's own, unless the family has one for all models."""
+    """The epsilon of the norm after the gate: its own, or that of the family, or that of all norms of the model."""
+    if config.mamba.out_epsilon is not None:
+        return config.mamba.out_epsilon
     fixed: float = family(config.family).fixed.get("norm.epsilon", config.norm.epsilon)
     return fixed
 
 
 def _epsilon_refused(epsilon: float) -> str:
-    return f"the model's norm.epsilon is {epsilon}; the norm inside a Mamba 2 of Megatron always has {EPSILON}"
+    return f"the norm inside the model's Mamba 2 has the epsilon {epsilon}; in Megatron it always has {EPSILON}"
 
 
 def _pattern_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -90,10 +99,17 @@ def _with_stages(pattern: str, layout: Layout) -> str:
     )
 
 
-def read_mamba(args: Namespace) -> dict[str, Any]:
-    """The fields of Mamba layers. A size that the arguments lack has no field."""
+def read_mamba(args: Namespace, epsilon: float | None) -> dict[str, Any]:
+    """The fields of Mamba layers. A size that the arguments lack has no field.
+
+    epsilon: of all other norms. Megatron's own hybrids, which the arguments describe by a pattern, have EPSILON in the
+    mixers. A run of megatron_lite that has another one there writes no pattern.
+    """
     found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
     sizes = {field: value for field, value in found.items() if value is not None}
+    has_pattern = any(getattr(args, name, None) for name in PATTERNS)
+    if has_pattern and epsilon not in (None, EPSILON):
+        sizes["mamba.out_epsilon"] = EPSILON
     return sizes | {"mamba.least_time_step": positive_number(args, LEAST_TIME_STEP)}
 
 

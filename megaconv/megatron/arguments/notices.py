@@ -8,6 +8,7 @@ from megaconv.families import family
 from megaconv.families.parts.dropouts import dropout_notices
 from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.beyond_core import is_of_the_trainer
+from megaconv.megatron.arguments.mamba import EPSILON, has_own_epsilon, mixer_epsilon
 from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
 from megaconv.megatron.arguments.rope import has_yarn
 from megaconv.megatron.arguments.write import is_representable, left_out_of_arguments
@@ -22,6 +23,9 @@ def run_notices(config: ModelConfig) -> tuple[str, ...]:
     """Notices for the user on the checkpoints of a run that trains this model."""
     if is_of_the_trainer(config) or not is_representable(config):
         return (f"Megatron core has no modules for this model: {_FOR_WHOM}",)
+    if has_own_epsilon(config):
+        reason = f"Megatron core's Mamba 2 has the epsilon {EPSILON} inside, this model's has {mixer_epsilon(config)}"
+        return (f"{reason}: {_FOR_WHOM}",)
     left_out = left_out_of_arguments(config)
     if left_out:
         fields = ", ".join(left_out)

@@ -138,7 +138,7 @@ def read_fields(
     if found.get("experts.count"):
         given |= _experts(args)
     if "mamba.heads" in found:
-        given |= read_mamba(args)
+        given |= read_mamba(args, given.get("norm.epsilon"))
     given |= read_retrieval(args, found, legacy=legacy)
     warn_of_contradictions(args, given, found)
     given |= found
