@@ -97,7 +97,8 @@ def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
             f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor"
         )
     _log.warning(
-        "%s: its tokenizer is not converted; --config with the model's Hugging Face directory has it",
+        "%s: its tokenizer is not read; the model's Hugging Face directory has it (--config DIR, or --tokenizer-model DIR of "
+        "megatron-lite)",
         file,
     )
     with well_formed(str(file)):

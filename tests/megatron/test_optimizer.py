@@ -373,10 +373,12 @@ def test_a_tensor_with_two_names_has_one_optimizer_state(distributed: bool, tmp_
 
 def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Path) -> None:
     source = source_of(DISTRIBUTED)
-    same = megaconv.convert(source, tmp_path / "same", saver="core")
-    other = megaconv.convert(source, tmp_path / "other", saver="core", tp=1)
+    form = {"use_distributed_optimizer": False}
+    same = megaconv.convert(source, tmp_path / "same", saver="core", **form)
+    other = megaconv.convert(source, tmp_path / "other", saver="core", tp=1, **form)
     assert same.notices == ()
-    assert [("--no-load-rng" in notice) for notice in other.notices] == [True]
+    (notice,) = other.notices
+    assert "they mean nothing at another layout: start the run with --no-load-rng" in notice
     state = read_rank_file(next((tmp_path / "same").glob("*/mp_rank_01/model_optim_rng.pt")))
     assert state["rng_state"][0]["np_rng_state"][1].shape == (624,)
     # These arguments have the values of the run.
@@ -384,6 +386,18 @@ def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Pat
     (file,) = (tmp_path / "other").glob("*/mp_rank_00/model_optim_rng.pt")
     assert "rng_state" not in load(file)
     assert load(file)["args"].no_save_rng is True
+
+
+@pytest.mark.parametrize(("asked", "is_said"), [(None, True), (True, False), (False, False)])
+def test_a_notice_says_that_a_distributed_optimizer_becomes_another_one(
+    asked: bool | None, is_said: bool, tmp_path: Path
+) -> None:
+    report = megaconv.convert(
+        source_of(DISTRIBUTED), tmp_path / "out", saver="core",
+        use_distributed_optimizer=asked, dry_run=True,
+    )  # fmt: skip
+    said = [notice for notice in report.notices if "--use-distributed-optimizer" in notice]
+    assert bool(said) == is_said
 
 
 @pytest.mark.parametrize("ckpt_format", ["torch_dist", "zarr"])

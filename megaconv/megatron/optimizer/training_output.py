@@ -15,9 +15,9 @@ from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.training import ADAM, MOMENTUM, TrainingState
 
-NO_RNG = (
-    "random-number generators are left out (they mean nothing at another layout; distributed formats have no place for those "
-    "of expert ranks): start the run with --no-load-rng"
+NO_DISTRIBUTED_OPTIMIZER = (
+    "the source's run has --use-distributed-optimizer, and the output's optimizer state is for runs without it: give convert "
+    "--use-distributed-optimizer too if the next run has it"
 )
 ENCODER_STAGES = (
     "if an encoder has separate pipeline stages, Megatron's distributed optimizer lays out copies of the embedding in a way "
@@ -111,8 +111,22 @@ def output_training(
             "--use-distributed-optimizer: Megatron's holds the state of Adam, and the source was trained with SGD; leave it out"
         )
     rng = written_rng(training.rng) if keeps_rng and layout == header.layout else {}
-    notices = (*(() if rng else (NO_RNG,)), *_scheduler_notices(training))
+    notices = _scheduler_notices(training)
+    if not rng:
+        reason = _without_rng(at_other_layout=layout != header.layout, keeps_rng=keeps_rng)
+        notices = (
+            f"random-number generators are left out, because {reason}: start the run with --no-load-rng",
+            *notices,
+        )
     return OutputTraining(training, writer, rng, notices)
+
+
+def _without_rng(*, at_other_layout: bool, keeps_rng: bool) -> str:
+    if at_other_layout:
+        return "they mean nothing at another layout"
+    if not keeps_rng:
+        return "a distributed checkpoint has no place for those of expert ranks"
+    return "the source holds none that can be written"
 
 
 def _scheduler_notices(training: TrainingState) -> tuple[str, ...]:
