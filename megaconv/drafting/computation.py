@@ -6,7 +6,7 @@ tensors don't show a computation, so this comparison finds the places that a per
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import unified_diff
 from functools import cache
@@ -63,7 +63,7 @@ def functions_of(path: Path, architecture: str) -> dict[str, Function]:
     prefix = prefix_of(architecture)
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     found = {}
-    for owner, node in _functions(tree):
+    for owner, node in _functions(_used_by(architecture, tree)):
         shown = f"{owner}.{node.name}" if owner else node.name
         name = shown.removeprefix(prefix)
         line = node.lineno
@@ -71,9 +71,43 @@ def functions_of(path: Path, architecture: str) -> dict[str, Function]:
     return found
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+def _used_by(architecture: str, tree: ast.Module) -> list[ast.stmt]:
+    """The definitions of a file that a class names, directly or through others, in the order of the file.
+
+    A file may define a multimodal model too, which the language model's class doesn't use.
+    """
+    defined = {name: node for node in tree.body for name in _defined_names(node)}
+    used, waiting = set(), [architecture]
+    while waiting:
+        name = waiting.pop()
+        if name in defined and name not in used:
+            used.add(name)
+            waiting += _names_in(defined[name])
+    return [node for node in tree.body if used & set(_defined_names(node))]
+
+
+def _names_in(node: ast.stmt) -> Iterator[str]:
+    """The names that a definition uses, without those of methods that don't compute."""
+    parts: list[ast.AST] = [node]
+    if isinstance(node, ast.ClassDef):
+        parts = [
+            *node.bases,
+            *(part for part in node.body if not _UNUSED.match(getattr(part, "name", ""))),
+        ]
+    for part in parts:
+        yield from (each.id for each in ast.walk(part) if isinstance(each, ast.Name))
+
+
+def _defined_names(node: ast.stmt) -> list[str]:
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _functions(definitions: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Yield (class or "", function)."""
-    for node in tree.body:
+    for node in definitions:
         if isinstance(node, ast.FunctionDef):
             yield "", node
         if isinstance(node, ast.ClassDef) and not _TASKS.search(node.name):

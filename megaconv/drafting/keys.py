@@ -264,10 +264,25 @@ def _fixed_activation(draft: DraftedKeys, key: str, word: Any, *, is_declared: b
 def _with_own_defaults(draft: DraftedKeys, reference: Reference) -> DraftedKeys:
     """Give missing keys the architecture's own defaults."""
     found: dict[str, Any] = {}
+    by_layer: list[str] = []
+    layers = reference.defaults.get("num_hidden_layers")
     for each in draft.keys:
         for name in each.names:
-            if name in reference.defaults and _differs_if_missing(each, name, reference.defaults):
-                found[name] = reference.defaults[name]
+            default = reference.defaults.get(name)
+            if name not in reference.defaults or not _differs_if_missing(
+                each, name, reference.defaults
+            ):
+                continue
+            if isinstance(default, list) and len(default) == layers:
+                by_layer.append(name)
+            else:
+                found[name] = default
+    questions = tuple(
+        f"if {name} is missing, transformers makes it, a value for each layer. Declare the same, or "
+        "check that published files have it."
+        for name in by_layer
+    )
+    draft = replace(draft, questions=(*draft.questions, *questions))
     if not found:
         return draft
     return replace(

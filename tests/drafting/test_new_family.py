@@ -113,6 +113,18 @@ def test_a_draft_of_any_architecture_is_a_module_that_ruff_accepts(
     assert_clean(tmp_path / "drafted.py")
 
 
+def test_a_draft_asks_only_about_functions_that_the_class_uses(tmp_path: Path) -> None:
+    """Gemma 3's file in transformers has a multimodal model too. Its `layer_types` follow from the number of layers."""
+    default_config("gemma3_text", tmp_path)
+    draft = new_family(tmp_path)
+    questions = "\n".join(draft.questions)
+    assert "Gemma3Attention.forward" in questions
+    assert "Projector" not in questions
+    assert "ConditionalGeneration" not in questions
+    assert "if layer_types is missing" in questions
+    assert "sliding_attention" not in draft.text.partition("FAMILY = ")[0].partition("# DECIDE")[0]
+
+
 def test_a_draft_never_replaces_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("mine")
