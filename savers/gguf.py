@@ -1,6 +1,7 @@
 """GGUF for llama.cpp: one file with weights, the model's sizes and its tokenizer, for the architectures that are
 tested."""
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,21 +77,23 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config = header.config
     architecture = ARCHITECTURES[_family(config).name]
     constants = {name: found.tobytes() for name, found in divisors(config).items()}
-    wanted = options.extra.get("gguf_type", "")
-    kinds = types_of(_natives(config), wanted, config) if wanted in MIXTURES else {}
+    mixture = options.extra.get("gguf_type", "")
+    kinds = types_of(_natives(config), mixture, config) if mixture in MIXTURES else {}
     tensors, placements = _placed(config, header.manifest, kinds)
-    tensors = {name: ((len(each) // 4,), "float32") for name, each in constants.items()} | tensors
-    of_matrices = [kind for shape, kind in tensors.values() if len(shape) > 1]
-    main = max(set(of_matrices), key=of_matrices.count)
-    file_type = MIXTURES[wanted].file_type if wanted in MIXTURES else KINDS[main].file_type
+    of_constants = {name: ((len(each) // 4,), "float32") for name, each in constants.items()}
+    tensors = of_constants | tensors
+    of_matrices = Counter(kind for shape, kind in tensors.values() if len(shape) > 1)
+    ((main, _),) = of_matrices.most_common(1)
+    file_type = (MIXTURES[mixture] if mixture in MIXTURES else KINDS[main]).file_type
     values = metadata(config, file_type)
     _require_kept(config, values, tensors)
     if options.extra.get("tokenizer") == "none":
         # Without a tokenizer, llama.cpp can't count its tokens.
         values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
     values |= tokenizer_values(header.files, config, options.extra)
+    rounded = sorted(set(of_matrices) - {"float32"})
     notices = [
-        f"matrices are stored as {', '.join(sorted(set(of_matrices) - {'float32'}) or [main])}, norms and biases as float32",
+        f"matrices are stored as {', '.join(rounded or [main])}, norms and biases as float32",
         *metadata_notices(config),
     ]
     if config.mtp_layers:

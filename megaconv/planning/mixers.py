@@ -67,8 +67,11 @@ def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     scaled = v if attention.value_scale is not None else 0
     normed = q if attention.qk_norm else 0
     plain = (q + k + v) + q + normed + rotated + scaled + output
-    gate = output if attention.output_gate else attention.heads if attention.head_gate else 0
-    return plain + (2 * gate + output if gate else 0)
+    if attention.output_gate:
+        return plain + 2 * output + output
+    if attention.head_gate:
+        return plain + 2 * attention.heads + output
+    return plain
 
 
 ATTENTION = MixerCost(

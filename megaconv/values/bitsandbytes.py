@@ -126,16 +126,28 @@ class FourBitTensor:
 
     def _between(self, start: int, end: int) -> Floats:
         """The elements from start to end, in the order of the file: float32 [end - start]."""
-        size = ITEMSIZE[self.packed.dtype]
-        first, last = start // (2 * size), -(-end // (2 * size))
-        pairs = read_bytes(self.packed, Box(first, last, 0, 1), size).reshape(-1)
-        numbers = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)
-        begin = start - 2 * size * first
-        values: Floats = self._values[numbers[begin : begin + end - start]]
-        blocks = np.arange(start, end) // self.block
-        scales = self.scales.between(int(blocks[0]), int(blocks[-1]) + 1)
-        values *= scales[blocks - blocks[0]]
+        codes = self._codes_between(start, end)
+        values: Floats = self._values[codes]
+        block_of = np.arange(start, end) // self.block
+        first_block, last_block = int(block_of[0]), int(block_of[-1])
+        scales = self.scales.between(first_block, last_block + 1)
+        values *= scales[block_of - first_block]
         return values
+
+    def _codes_between(self, start: int, end: int) -> Bytes:
+        """The codes from start to end: uint8 [end - start], each below 16.
+
+        A byte holds two codes, the high four bits first. A stored element may have several bytes.
+        """
+        size = ITEMSIZE[self.packed.dtype]
+        codes_of_element = 2 * size
+        first = start // codes_of_element
+        after = -(-end // codes_of_element)
+        pairs = read_bytes(self.packed, Box(first, after, 0, 1), size).reshape(-1)
+        codes = np.stack([pairs >> 4, pairs & 15], axis=1).reshape(-1)
+        skipped = start - first * codes_of_element
+        found: Bytes = codes[skipped : skipped + end - start]
+        return found
 
     @cached_property
     def _values(self) -> Floats:

@@ -42,14 +42,16 @@ def read_retrieved(path: str) -> list[Retrieved]:
 
 def _of_line(line: str, where: str) -> Retrieved:
     expected = '{"prompt": text, "neighbors": [text, ...]}'
+    refused = UsageError(f"{where}: expected {expected}, found {line[:60]!r}")
     try:
         record = json.loads(line)
         prompt, neighbors = record["prompt"], record["neighbors"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{where}: expected {expected}, found {line[:60]!r}") from error
-    texts = isinstance(neighbors, list) and all(isinstance(text, str) for text in neighbors)
-    if not isinstance(prompt, str) or not texts or not neighbors:
-        raise UsageError(f"{where}: expected {expected}, found {line[:60]!r}")
+        raise refused from error
+    if not isinstance(prompt, str) or not isinstance(neighbors, list) or not neighbors:
+        raise refused
+    if not all(isinstance(text, str) for text in neighbors):
+        raise refused
     return Retrieved(prompt, tuple(neighbors))
 
 
