@@ -9,7 +9,7 @@ from typing import Any
 
 from megaconv.commands.only_in_files import only_in_files
 from megaconv.commands.text_table import Column, heading_line, table_line
-from megaconv.commands.units import readable
+from megaconv.commands.units import readable, readable_time
 from megaconv.errors import UsageError
 from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
 from megaconv.model.config import ModelConfig
@@ -156,7 +156,7 @@ def _row(one: Placed) -> str:
         str(run.micro_batch),
         run.recompute.granularity or "-",
         run.sharding,
-        f"{estimate.time.total:.2f} s",
+        readable_time(estimate.time.total),
         f"{estimate.tokens_per_second:,.0f}",
         readable(estimate.memory.total),
         one.limit,

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaconv.commands.only_in_files import only_in_files
 from megaconv.commands.text_table import Column, heading_line, table_line
-from megaconv.commands.units import readable
+from megaconv.commands.units import readable, readable_time
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -149,8 +149,8 @@ def _row(one: PlacedServer) -> str:
     texts = [
         *map(str, sizes),
         f"{serving.batch * serving.dp:,}",
-        f"{served.first_token:.2f} s",
-        f"{served.time.total * 1000:.1f} ms",
+        readable_time(served.first_token),
+        readable_time(served.time.total),
         f"{rate:,.0f}",
         f"{rate / serving.world:,.0f}",
         readable(served.memory.total),

@@ -16,3 +16,8 @@ def readable(size: float) -> str:
             break
         amount /= 1024
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.2f} {unit}"
+
+
+def readable_time(seconds: float) -> str:
+    """`1.50 s`, or `8.3 ms` for less than a second."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"

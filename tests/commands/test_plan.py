@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import megaconv
+from megaconv.commands.units import readable_time
 from megaconv.errors import UsageError
 from megaconv.model.memory import bytes_per_parameter
 from tests.conftest import FIXTURES
@@ -317,3 +318,8 @@ def test_sizes_that_no_layout_has_are_refused_with_the_reason(
 ) -> None:
     model = write_llama(tmp_path / "model", layers=4)
     assert_refused(run("plan", model, *options), 2, words)
+
+
+def test_a_short_time_is_shown_in_milliseconds() -> None:
+    shown = [readable_time(seconds) for seconds in (0.0083, 0.9994, 1.0, 12.345)]
+    assert shown == ["8.3 ms", "999.4 ms", "1.00 s", "12.35 s"]

@@ -12,7 +12,7 @@ from formats.wording import counted
 from megaconv.commands.best_layouts import BestLayouts, Placed
 from megaconv.commands.layouts import Layouts, Possible
 from megaconv.commands.served_layouts import PlacedServer, ServedLayouts
-from megaconv.commands.units import readable
+from megaconv.commands.units import readable, readable_time
 from megaconv.commands.views.bars import Bar, Limit, bars, schedule
 from megaconv.commands.views.look import still_page
 from megaconv.commands.views.svg import legend
@@ -79,7 +79,9 @@ def _table_and_bars(rows: Sequence[Row], memory: int | None, what: str) -> Itera
     yield _drawn(stacked, limit)
     if rows[0].seconds:
         yield f"<h2>Time of {what}</h2>"
-        times = [Bar(row.label, row.seconds, _time(sum(row.seconds.values()))) for row in rows]
+        times = [
+            Bar(row.label, row.seconds, readable_time(sum(row.seconds.values()))) for row in rows
+        ]
         yield _drawn(times, None)
 
 
@@ -98,10 +100,6 @@ def _table(rows: Sequence[Row]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
-
-
 def _of_run(one: Placed) -> Row:
     run, estimate = one.estimate.run, one.estimate
     layout = run.layout
@@ -112,7 +110,7 @@ def _of_run(one: Placed) -> Row:
     cells = {name: f"{size:,}" for name, size in sizes.items()} | {
         "recompute": run.recompute.granularity or "-",
         "sharding": run.sharding,
-        "step": _time(estimate.time.total),
+        "step": readable_time(estimate.time.total),
         "tokens/s a GPU": f"{estimate.tokens_per_second:,.0f}",
         "memory": readable(estimate.memory.total),
         "loses by": one.limit,
@@ -129,8 +127,8 @@ def _of_server(one: PlacedServer) -> Row:
         "sequences": serving.batch * serving.dp,
     }  # fmt: skip
     cells = {name: f"{size:,}" for name, size in sizes.items()} | {
-        "first token": _time(served.first_token),
-        "each token": _time(served.time.total),
+        "first token": readable_time(served.first_token),
+        "each token": readable_time(served.time.total),
         "tokens/s": f"{served.tokens_per_second:,.0f}",
         "memory": readable(served.memory.total),
         "dominated by": one.limit,
