@@ -14,14 +14,13 @@ from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
 from megaconv.megatron.arguments.write import require_names
 from megaconv.megatron.distributed.bridge_files import (
     ADAPTER_KIND,
-    BRIDGE,
     FUSED,
-    is_for_bridge,
 )
 from megaconv.megatron.rank_files.output_layout import choose_layout
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
-from megaconv.megatron.states.hybrid_form import FOR, GPT, HYBRID, MODEL, hybrid_name, writes_hybrid
+from megaconv.megatron.states.hybrid_form import GPT, HYBRID, MODEL, hybrid_name, writes_hybrid
 from megaconv.megatron.states.names import core_order, extra_states
+from megaconv.megatron.states.recipient import BRIDGE, FOR, is_for_bridge
 from megaconv.megatron.states.releases import (
     FOR_RELEASE,
     RELEASES,

@@ -17,16 +17,13 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Constant
 from formats.yaml_file import yaml_bytes
 from megaconv.engine.sidecars import copies
-from megaconv.errors import NotExpressible, UsageError
+from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.provider_fields import provider_fields
 from megaconv.megatron.distributed.run_config import LATEST, RUN_CONFIG, TRAIN_STATE
-from megaconv.megatron.states.hybrid_form import FOR
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.training import TrainingState
-from megaconv.options import SaveOptions
 
-BRIDGE = "megatron-bridge"
 ADAPTER_KIND, FUSED = "lora", "fused"
 """An option and its value.
 
@@ -35,25 +32,6 @@ The value asks for one A per fused layer, as in Bridge's LoRA, even if A has to 
 CONTENT = {"singleton_local_shards": False}
 """content_metadata of common.pt. Bridge adds an entry to it before it reads any tensor."""
 _TOKENIZER = "megatron.bridge.training.tokenizers.config.TokenizerConfig"
-
-
-def is_for_bridge(options: SaveOptions) -> bool:
-    """True if the output is for Bridge.
-
-    Raises UsageError for an unknown value, or for a format that Bridge doesn't read.
-    """
-    word = options.extra.get(FOR)
-    if word is None:
-        return False
-    if word != BRIDGE:
-        raise UsageError(
-            f"--option {FOR}={word}: is not known; choose {BRIDGE}, or leave it out for Megatron-LM"
-        )
-    if options.ckpt_format != "torch_dist":
-        raise UsageError(
-            f"--option {FOR}={BRIDGE}: Megatron-Bridge reads torch_dist alone; give --ckpt-format torch_dist"
-        )
-    return True
 
 
 def bridge_files(

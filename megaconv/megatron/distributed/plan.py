@@ -18,7 +18,7 @@ from formats.tensor import ITEMSIZE, Box, Shape
 from megaconv.engine.plan import OutputPlan, Placement, native_shift
 from megaconv.errors import LayoutError
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
-from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files, is_for_bridge
+from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files
 from megaconv.megatron.distributed.chunks import PlannedChunk
 from megaconv.megatron.distributed.global_model import GlobalModel, PlacedObject
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
@@ -26,6 +26,7 @@ from megaconv.megatron.optimizer.training_output import OutputTraining, output_t
 from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
 from megaconv.megatron.rank_files.plan import megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.hybrid_form import writes_hybrid
+from megaconv.megatron.states.recipient import is_for_bridge
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key
 from megaconv.model.layout import Layout, divide

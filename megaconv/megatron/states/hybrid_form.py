@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from megaconv.errors import NotExpressible, UnknownFamily, UsageError
 from megaconv.megatron.states.ranks import Ranks
+from megaconv.megatron.states.recipient import FOR
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 
@@ -25,8 +26,6 @@ Tensor = TypeVar("Tensor")
 
 MODEL = "model"
 """The saver's option: the class of Megatron core that loads the output."""
-FOR = "for"
-"""The saver's option for other software than Megatron-LM, which builds these models as GPTModel."""
 MODEL_CLASS = "megaconv_model_class"
 """megaconv's own argument while it converts: the class that saved the source."""
 GPT, HYBRID = "gpt", "hybrid"

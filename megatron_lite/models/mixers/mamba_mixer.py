@@ -172,10 +172,12 @@ def _scan(
     if state is not None and len(x) == 1:
         y, state = ssd_step(x[0], steps[0], a, b[0], c[0], d, state)
         return y.unsqueeze(0), state
-    inputs, times = x.transpose(0, 1), steps.transpose(0, 1)
-    keys, queries = b.transpose(0, 1), c.transpose(0, 1)
+    inputs = x.transpose(0, 1)
+    times = steps.transpose(0, 1)
+    keys = b.transpose(0, 1)
+    queries = c.transpose(0, 1)
     scan = partial(ssd, documents=documents, state=state)
-    given = inputs, times, a, keys, queries, d
-    by_kernel = scan_kernel(inputs, documents, state) is not None
-    y, state = scan(*given) if by_kernel else recomputed(scan, *given)
+    if scan_kernel(inputs, documents, state) is None:
+        scan = partial(recomputed, scan)
+    y, state = scan(inputs, times, a, keys, queries, d)
     return y.transpose(0, 1), state
