@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megaconv.families import families, family_of_hf
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
-from megaconv.model.fields import changed, from_fields, per_layer
+from megaconv.model.fields import changed, from_fields, one_or_each, per_layer
 from tests.strategies import (
     BEYOND_MEGATRON,
     Draw,
@@ -31,22 +31,16 @@ LLAMA_LIKE = [name for name in FAMILIES if name not in ("gpt2", "mamba2", "nemot
 """Families whose config.json has Llama's words."""
 WITHOUT_CLASS = (
     *(
-        "apertus1p5_text",
         "baichuan",
         "bailing_moe2",
-        "exaone",
-        "hy_v4_vl_text",
         "internlm2",
         "kimi_k3",
         "mimo",
         "nemotron_nas",
         "qwen",
     ),
-    *("sarvam_mla", "sarvam_moe"),
 )
-"""Families that no release of transformers has, or only releases after the tests'."""
-NEWER_KINDS = ("apertus1p5_text", "hy_v4_vl_text")
-"""Values of model_type that only releases after the tests' have a class for."""
+"""Families that no release of transformers has."""
 IN_TRANSFORMERS = [name for name in LLAMA_LIKE if name not in WITHOUT_CLASS]
 SCALED = [
     name
@@ -853,7 +847,7 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
             else config
         )
     layers = draw(st.sets(st.integers(0, config.layer_count - 1), min_size=1))
-    if name == "qwen3_5_moe":
+    if name in ("lara_mini", "qwen3_5_moe"):
         layers, config = set(range(config.layer_count)), changed(config, {"mlp.ffn": moe_ffn})
     config = changed(
         config,
@@ -863,6 +857,8 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         },
     )
     shared = draw(st.integers(1, 99))
+    if name == "lara_mini":
+        return changed(config, {"experts.shared_ffn": shared})
     return (
         changed(config, {"experts.shared_ffn": shared, "experts.shared_gate": True})
         if name in ("qwen2_moe", "qwen3_next", "qwen3_5_moe")
@@ -989,6 +985,24 @@ def gemmas(draw: Draw, config: ModelConfig) -> ModelConfig:
 
 
 @st.composite
+def with_lara_layers(draw: Draw, config: ModelConfig) -> ModelConfig:
+    """Delta nets, attention with a window and rope, and attention with neither."""
+    config = draw(with_linear_attention(config))
+    window = draw(st.integers(1, 99))
+    windows = tuple(
+        window if kind.mixer == "attention" and draw(st.booleans()) else None
+        for kind in config.layers
+    )
+    rotates = tuple(
+        kind.mixer == "linear" or size is not None
+        for kind, size in zip(config.layers, windows, strict=True)
+    )
+    return changed(
+        config, {"layers.window": one_or_each(windows), "layers.rotates": one_or_each(rotates)}
+    )
+
+
+@st.composite
 def configs(draw: Draw) -> ModelConfig:
     """A model that its family's config.json and Megatron's arguments can both describe."""
     name = draw(st.sampled_from(FAMILIES))
@@ -1065,6 +1079,8 @@ def configs(draw: Draw) -> ModelConfig:
         )
     if name in EXPERT_KEYS:
         config = draw(with_experts(config))
+    if name == "lara_mini":
+        return draw(with_lara_layers(draw(with_experts(config))))
     if has_linear_attention(name):
         percent = 1.0 if (config.positions.scaling or {}).get("rope_type") == "yarn" else 0.25
         config = changed(config, {"positions.rotary_percent": percent})

@@ -114,9 +114,9 @@ def layouts_apart(draw: Draw, config: ModelConfig, tp: int) -> Layout:
 
 @st.composite
 def with_linear_attention(draw: Draw, config: ModelConfig, tp: int = 1) -> ModelConfig:
-    """The model with a gated delta net in some layers, as hybrids have it, and gated attention in the others."""
+    """The model with a gated delta net in some layers, and attention in the others, gated as its family has it."""
     key_heads, layers = tp * draw(st.integers(1, 2)), config.layer_count
-    gated = config.family not in OTHER_MIXERS
+    gated = bool(families()[config.family].fixed.get("attention.output_gate"))
     return changed(
         config,
         {

@@ -312,6 +312,9 @@ VARIANTS = {
     "qwen3_5": Variant("qwen3_5_text", DELTA_NET, ROTATIONS, ("tp2 pp2, layers 1+3",)),
     "gpt2": Variant("gpt2", {"activation_function": "gelu_new"}),
     "gpt2, exact gelu": Variant("gpt2", {"activation_function": "gelu"}),
+    "exaone": Variant(
+        "exaone", {"layer_norm_epsilon": 1e-3, **rope(5000.0)}, {"epsilon": {"layer_norm_epsilon": 1e-2}, "base": rope(900.0)}, quick=QUICK
+    ),
     "seed_oss": Variant("seed_oss", {"head_dim": 12}, {"rotary base": rope(10000.0)}, quick=QUICK),
     "smollm3": Variant(
         "smollm3",
@@ -548,6 +551,16 @@ MIXTURES = {
          "sliding_window": WINDOW, **every_other_window()},
         {"one less": {"sliding_window": WINDOW - 1}, "weights left as they are": {"norm_topk_prob": False}},
         QUICK_WITH_EXPERTS,
+    ),
+    "sarvam_moe": Variant(
+        "sarvam_moe",
+        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 2.0,
+         **rope(5000.0, partial_rotary_factor=1.0)},
+        {"scale": {"routed_scaling_factor": 1.0}, "base": rope(900.0, partial_rotary_factor=1.0)}, ONE_WITH_EXPERTS,
+    ),
+    "sarvam_mla": Variant(
+        "sarvam_mla", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, **rope(5000.0, **YARN)},
+        {"no scaling": rope(5000.0)}, ONE_WITH_EXPERTS,
     ),
     "lara_mini": Variant(
         "lara_mini",
@@ -1140,16 +1153,7 @@ RELATIVES = {
         {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 1,
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5},
     ),
-    "sarvam_moe": Variant(
-        "glm4_moe",
-        {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "head_dim": 16, "use_qk_norm": True, "first_k_dense_replace": 1,
-         "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0},
-    ),
-    "sarvam_mla": Variant(
-        "deepseek_v3", {**LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, **rope(5000.0, **YARN)}
-    ),
     "mimo": Variant("qwen2"),
-    "exaone": Variant("llama"),
     "internlm2": Variant("llama"),
     "qwen": Variant("qwen2", {"num_key_value_heads": 8}),
 }  # fmt: skip

@@ -46,6 +46,6 @@ _OF_TRANSFORMERS = {
 FAMILY = replace(
     LLAMA, name="exaone", architectures=("ExaoneForCausalLM",), classes_of_others=LLAMA.architectures, model_type="exaone",
     rows=in_core(with_modules(LLAMA_ROWS, _MODULES)), keys=_KEYS, only={"activation_function": SILU["hidden_act"]},
-    aliases=_OF_TRANSFORMERS, prefix="transformer.", recognized=None, proven="names",
+    aliases=_OF_TRANSFORMERS, prefix="transformer.", recognized=None,
 )  # fmt: skip
 """`recognized` is None, since Megatron's arguments don't distinguish this family from Llama."""

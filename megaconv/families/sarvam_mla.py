@@ -1,6 +1,8 @@
 """Sarvam's models with experts and latent attention (105B): DeepSeek V3's tensors, with queries computed directly.
 
-No release of transformers contains this architecture.
+transformers 5.24 computes them with DeepSeek V3's class. It has other keys for some sizes, and its own model_type. megaconv
+reads both forms and writes the published keys, which both classes understand. Source: SarvamMLAConfig of transformers 5.24;
+Megatron-Bridge at 067f987df03b.
 """
 
 from collections.abc import Mapping
@@ -24,19 +26,7 @@ from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 
 _OWN_WORD = "deepseek_yarn"
-_USUAL = {
-    **{
-        "rope_type": "yarn",
-        "factor": 40.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "original_max_position_embeddings": 4096,
-}
-"""The default rope scaling of the class, for a config.json without any."""
-_ROPE = rope(10000.0, _USUAL)
+_ROPE = rope(10000.0)
 
 
 def _renamed(scaling: Any, old: str, new: str) -> Any:
@@ -64,7 +54,7 @@ def _write(config: ModelConfig) -> Raw:
 
 _KEYS = (
     *body_keys(
-        positions=4096, ffn=16384, rotation=Keys(_ROPE.names, _read, _write), tokens=(None, 1, 0)
+        positions=4096, ffn=16384, rotation=Keys(_ROPE.names, _read, _write), tokens=(0, 1, None)
     ),
     latent_heads(kv_rank=512, q_rank=0, rope=64, nope=128, v=128),
     Keys(("q_head_dim",), lambda raw: {}, lambda config: {"q_head_dim": config.attention.head_dim}),
@@ -74,26 +64,32 @@ _KEYS = (
     *sigmoid_routing(scale=2.5, groups=1, group_topk=1),
 )
 _ONLY = {
+    "num_nextn_predict_layers": 0,
     "use_qk_norm": True,
     "moe_router_enable_expert_bias": True,
     "rope_interleave": True,
     "attention_bias": False,
     **SILU,
 }
+_OF_TRANSFORMERS = {
+    "n_routed_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+}
 
 FAMILY = Family(
     name="sarvam_mla",
     architectures=("SarvamMLAForCausalLM",),
+    classes_of_others=("DeepseekV3ForCausalLM",),
     model_type="sarvam_mla",
     rows=in_core(WITHOUT_MTP),
     keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
     only=_ONLY,
+    aliases=_OF_TRANSFORMERS,
     ignored=ROPE_FREQUENCIES,
     features=("mla",),
     recognized=None,
-    proven="names",
 )
-"""`recognized` is None, since Megatron's arguments don't distinguish this family from DeepSeek V3. Names come from
-Megatron-Bridge at 067f987df03b. Defaults come from sarvam_mla.py, a configuration class of vLLM with the same defaults
-as the class in the model's files."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from DeepSeek V3."""

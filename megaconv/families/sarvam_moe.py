@@ -1,6 +1,8 @@
-"""Sarvam's models with experts and plain attention: tensors with Ling 2.0's names.
+"""Sarvam's models with experts and plain attention (30B): tensors with Ling 2.0's names.
 
-No release of transformers contains this architecture.
+transformers 5.24 computes them with GLM 4.5's class and reads the same files. It has other keys for some sizes, and its
+own model_type. megaconv reads both forms and writes the published keys, which both classes understand. Source:
+SarvamMoEConfig and conversion_mapping.py of transformers 5.24; Megatron-Bridge at 067f987df03b.
 """
 
 from megaconv.families import Family
@@ -15,9 +17,13 @@ from megaconv.families.parts.deepseek_experts import (
     sigmoid_routing,
 )
 from megaconv.families.parts.keys import flags
+from megaconv.families.parts.rope import partial_rotation, rope
 
 _KEYS = (
-    *decoder_keys(positions=4096, kv_heads=4, head_dim=256, ffn=8192, tokens=(None, 1, 0)),
+    *decoder_keys(
+        positions=131072, kv_heads=4, head_dim=64, ffn=8192, rotation=rope(8e6), partial=partial_rotation(1.0),
+        tokens=(None, 1, 0),
+    ),
     *routed_experts(count=128, per_token=6, width=1024, count_key="num_experts"),
     shared_experts(count=1, width=1024, key="num_shared_experts"),
     first_dense(1),
@@ -25,18 +31,25 @@ _KEYS = (
     flags("use_qkv_bias", ("attention.qkv_bias",), default=False),
     flags("use_qk_norm", ("attention.qk_norm",), default=True),
 )  # fmt: skip
+_OF_TRANSFORMERS = {
+    "n_routed_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "attention_bias": "use_qkv_bias",
+}
 
 FAMILY = Family(
     name="sarvam_moe",
     architectures=("SarvamMoEForCausalLM",),
+    classes_of_others=("Glm4MoeForCausalLM",),
     model_type="sarvam_moe",
     rows=PLAIN,
     keys=_KEYS,
     fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
-    only=ONLY,
+    only={**ONLY, "num_nextn_predict_layers": 0},
+    aliases=_OF_TRANSFORMERS,
     ignored=ROPE_FREQUENCIES,
     recognized=None,
-    proven="names",
 )
-"""`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5. Names come from
-Megatron-Bridge at 067f987df03b. Defaults come from configuration_sarvam_moe.py, the class in the model's files."""
+"""`recognized` is None, since Megatron's arguments don't distinguish this family from GLM 4.5."""

@@ -95,6 +95,7 @@ def as_transformers_has_it(raw: Raw) -> Any:
     is_latent = raw["model_type"].startswith("deepseek") or raw["model_type"] in (
         "glm4_moe_lite",
         "glm_moe_dsa",
+        "sarvam_mla",
         "youtu",
     )
     latent = latent_as_transformers_has_it(config) if is_latent else {}
@@ -540,7 +541,7 @@ TRANSFORMERS_CANNOT = (
     *((name, "eos_token_id") for name in ("cwm", "glm", "glm4")),
     *(
         (name, key)
-        for name in ("lara_mini", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+        for name in ("lara_mini", "qwen3_next", "qwen3_5", "qwen3_5_moe", "sarvam_moe")
         for key in ("num_key_value_heads", "head_dim")
     ),
 )
@@ -731,7 +732,7 @@ def test_transformers_reads_a_written_config_json_as_the_same_model(
         config = changed(config, {"embedding_scale": config.hidden**0.5})
     if config.family == "cwm":  # its class takes no null here
         config = changed(config, {"bos_token_id": 1})
-    if config.family == "stablelm":
+    if config.family in ("gpt_neox", "stablelm"):
         config = changed(config, {"hidden": config.attention.heads * config.attention.head_dim})
     if config.family in ("cwm", "glm", "glm4"):  # their classes have default tokens for null
         config = changed(config, {"eos_token_id": 2})
