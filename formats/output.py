@@ -85,6 +85,14 @@ def _known(data: bytes, checksums: Mapping[str, int]) -> bytes:
     return data
 
 
+def whole_content(layout: FileLayout) -> bytes:
+    """The bytes of a small file without tensors."""
+    content = bytearray(layout.size)
+    for offset, data in layout.headers({}):
+        content[offset : offset + len(data)] = data
+    return bytes(content)
+
+
 class PlainFile:
     """A small file with known bytes: a configuration, a tracker."""
 

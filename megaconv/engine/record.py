@@ -23,7 +23,7 @@ from blake3 import blake3
 from formats import rank_files, torch_dist
 from formats.ceilings import RECORD_BYTES, SIDECAR_BYTES
 from formats.gguf import GgufLayout
-from formats.output import FileLayout, PlainFile
+from formats.output import FileLayout, PlainFile, whole_content
 from formats.regular_files import read_json, read_small
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint
@@ -212,8 +212,12 @@ def is_recorded(name: str) -> bool:
 
 def _small_files(files: Mapping[str, FileLayout]) -> Iterator[tuple[str, bytes]]:
     for name, layout in sorted(files.items()):
-        if isinstance(layout, PlainFile) and not name.endswith(_MAPS):
-            yield name, layout.content
+        if isinstance(layout, PlainFile):
+            if not name.endswith(_MAPS):
+                yield name, layout.content
+        elif PurePosixPath(name).name == torch_dist.COMMON_FILE and not layout.records:
+            # It has learning rates and counts of samples, which no fingerprint of a tensor covers.
+            yield name, whole_content(layout)
 
 
 def _descriptions(files: Mapping[str, FileLayout]) -> dict[str, dict[str, str]]:

@@ -239,7 +239,7 @@ def test_a_newer_iteration_beside_the_recorded_one_is_not_compared(
         "convert", "--load-dir", source, "--saver", "core", "--save-dir", tmp_path / "out"
     )
     assert outcome.status == 0
-    assert_refused(run("verify", source), 3, "is about another iteration")
+    assert_refused(run("verify", source), 3, "describes another iteration than the tracker names")
     (source / "latest_checkpointed_iteration.txt").write_text("release")
     assert run("verify", source).status == 0
 
@@ -277,6 +277,26 @@ def test_the_record_holds_hashes_of_all_small_files(name: str, intact: dict[str,
     assert set(said) == {
         prefix + file for file in ("config.json", "tokenizer.json", "generation_config.json")
     }
+
+
+def test_the_training_state_of_another_run_fails_verify_and_is_a_notice_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """A distributed checkpoint has learning rates and counts in a file without tensors."""
+    source = write_llama(tmp_path / "hf", layers=2)
+    for name, iteration in (("run", 1), ("other", 2)):
+        megaconv.convert(
+            source, tmp_path / name, saver="core", ckpt_format="torch_dist", iteration=iteration
+        )
+    common = tmp_path / "run" / "iter_0000001" / "common.pt"
+    written = torch.load(tmp_path / "other" / "iter_0000002" / "common.pt", weights_only=False)
+    torch.save({**written, "iteration": 1}, common)
+    outcome = run("verify", tmp_path / "run")
+    named = "iter_0000001/common.pt"
+    assert (outcome.status, outcome.out.splitlines()[1:]) == (4, [f"  {named}  changed"])
+    converted = run("convert", tmp_path / "run", tmp_path / "out", "--saver", "core")
+    assert converted.status == 0
+    assert f"{named}: changed since the source was written" in converted.err
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "generation_config.json", "config.json"])
