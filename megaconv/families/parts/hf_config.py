@@ -47,11 +47,18 @@ QUANTIZATION = "quantization_config"
 
 def quantization(config: Mapping[str, Any]) -> Any:
     """The quantization_config of a config.json: of the whole model, or (Kimi K2.5) of the language model inside; None
-    if there is none."""
+    if there is none. MLX has the key `quantization` for it, sometimes both."""
     inside = config.get("text_config")
-    return config.get(QUANTIZATION) or (
+    given = config.get(QUANTIZATION) or (
         inside.get(QUANTIZATION) if isinstance(inside, Mapping) else None
     )
+    of_mlx = config.get("quantization")
+    return of_mlx if not given and _is_of_mlx(of_mlx) else given
+
+
+def _is_of_mlx(given: Any) -> bool:
+    """True for MLX's description of quantized weights, which names no method."""
+    return isinstance(given, Mapping) and {"bits", "group_size"} <= given.keys()
 
 
 _EXPERT_DTYPE = "expert_dtype"
@@ -76,7 +83,8 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
     given = quantization(config)
     if not given:
         return None
-    method = given.get("quant_method", "unknown") if isinstance(given, Mapping) else given
+    unnamed = "MLX" if _is_of_mlx(given) else "unknown"
+    method = given.get("quant_method", unnamed) if isinstance(given, Mapping) else given
     if method not in QUANT_METHODS:
         raise UnsupportedInput(
             f"{where}: the weights are quantized ({method}); convert an unquantized copy of the model, "
