@@ -199,3 +199,20 @@ def test_a_model_of_transformers_default_sizes_has_as_many_parameters_as_its_cla
     head = config.vocab_size * config.hidden_size
     assert counted == head + elements_of_class(f"{model.classes}TextModel", config)
     assert counted / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"rope_parameters": {}}, {"rope_parameters": {"rope_type": "default"}},
+     {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}],
+)  # fmt: skip
+def test_a_base_that_a_file_lacks_is_that_of_transformers_class(
+    name: str, keys: dict[str, Any]
+) -> None:
+    """Muse Spark has another base if there is an object of rope keys."""
+    transformers, model = pytest.importorskip("transformers"), MODELS[name]
+    raw = {key: value for key, value in model.text.items() if key != "rope_parameters"} | keys
+    theirs = getattr(transformers, f"{model.classes}TextConfig")(**raw).rope_parameters
+    assert family(model.family).read_hf(raw).positions.theta == theirs["rope_theta"]

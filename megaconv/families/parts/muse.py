@@ -8,6 +8,7 @@ tanh limits them. Every fourth layer, counted from the last, has neither a windo
 modeling_*.py of muse_glimmer and muse_spark in transformers 5.23.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import NotExpressible
@@ -52,6 +53,20 @@ def muse_rows(mlps: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 _THETAS, _WINDOW = "layer_rope_theta", "sliding_window"
+_THETA_OF_AN_OBJECT = 1e4
+"""transformers' base for an object of rope keys that has no base, in all of its classes."""
+
+
+def _usual_theta(raw: Raw, theta: float) -> float:
+    """rope's base if there is no key for it. theta: the base of a file without an object of rope keys."""
+    has_object = raw.get("rope_parameters") is not None or bool(raw.get("rope_scaling"))
+    return _THETA_OF_AN_OBJECT if has_object else theta
+
+
+def _rotation(theta: float) -> Keys:
+    """Base and scaling of rope. theta: the base of a file without an object of rope keys."""
+    usual = rope(theta)
+    return replace(usual, read=lambda raw: rope(_usual_theta(raw, theta)).read(raw))
 
 
 def _layers_like_the_last(raw: Raw) -> list[bool]:
@@ -71,7 +86,7 @@ def _layer_keys(theta: float) -> Keys:
         return {**windows_on(raw, windowed, size_of_window), **_rotating(raw, full)}
 
     def _rotating(raw: Raw, full: list[bool]) -> Fields:
-        base, _ = read_rope(raw, theta)
+        base, _ = read_rope(raw, _usual_theta(raw, theta))
         stated = raw.get(_THETAS)
         listed = [0 if each else base for each in full] if stated is None else stated
         require_each_layer(_THETAS, listed, len(full))
@@ -104,7 +119,7 @@ def muse_keys(
     return (
         *decoder_keys(
             positions=positions, kv_heads=kv_heads, head_dim=head_dim, ffn=ffn, epsilon=1e-5,
-            rotation=rope_in_one_object(rope(theta)), tokens=(200000, 200001, None),
+            rotation=rope_in_one_object(_rotation(theta)), tokens=(200000, 200001, None),
         ),
         _layer_keys(theta),
         number("qk_scale_factor", "attention.query_factor", query),
