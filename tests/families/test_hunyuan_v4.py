@@ -212,3 +212,11 @@ def test_transformers_computes_the_same_with_a_hunyuan_v4_vl(tmp_path: Path) -> 
     assert torch.equal(logits_of_text(copy), logits_of_text(original))
     expected = hidden_states(original.model.language_model)
     assert torch.equal(hidden_states(load_class(alone, "HYV4VLTextModel")), expected)
+
+
+def test_shared_experts_of_the_multimodal_model_have_the_usual_width_of_routed_ones() -> None:
+    """HYV4VLTextConfig has another width than HYV4Config."""
+    table, raw = family("hy_v4_vl_text"), raw_config("hy_v4_vl_text")
+    del raw["moe_intermediate_size"]
+    experts = table.read_hf(raw | {"n_shared_experts": 3}).experts
+    assert (experts.ffn, experts.shared_ffn) == (2048, 3 * 2048)

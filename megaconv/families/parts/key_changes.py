@@ -33,17 +33,16 @@ def with_keys(keys: Declared, others: Declared, *names: str) -> Declared:
 
 
 def with_defaults(keys: Declared, defaults: Mapping[str, Any]) -> Declared:
-    """The declarations with other values of missing keys. Raises KeyError for an unknown key."""
+    """The declarations with other values of missing keys. Raises KeyError for an unknown key.
+
+    Every declaration gets them, because some read keys of others: shared experts need the width of routed ones.
+    """
     _require_known(keys, tuple(defaults))
-    return tuple(
-        replace(each, read=_reading(each, defaults)) if set(each.names) & set(defaults) else each
-        for each in keys
-    )
+    return tuple(replace(each, read=_reading(each, defaults)) for each in keys)
 
 
 def _reading(declared: Keys, defaults: Mapping[str, Any]) -> Callable[[Raw], Fields]:
-    own = {name: value for name, value in defaults.items() if name in declared.names}
-    return lambda raw: declared.read({**own, **raw})
+    return lambda raw: declared.read({**defaults, **raw})
 
 
 def _require_known(keys: Declared, names: tuple[str, ...]) -> None:
