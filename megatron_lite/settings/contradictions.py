@@ -32,7 +32,7 @@ def check_flags(settings: Settings) -> None:
     """Raise UsageError for the first check that fails."""
     for judge in (
         _counts, _optimizer, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving,
-        _recompute, _offload, _adapters, lambda given: _garbage(given.training), _profile,
+        _recompute, _offload, _dropouts, lambda given: _garbage(given.training), _profile,
     ):  # fmt: skip
         for wrong, message in judge(settings):
             if wrong:
@@ -252,9 +252,16 @@ def _offload(settings: Settings) -> Judged:
     )
 
 
-def _adapters(settings: Settings) -> Judged:
-    dropout = settings.lora.lora_dropout
-    yield not 0 <= dropout < 1, f"--lora-dropout {dropout:g} has to lie between 0 and 1"
+def _dropouts(settings: Settings) -> Judged:
+    given = {
+        "attention_dropout": settings.model.attention_dropout,
+        "hidden_dropout": settings.model.hidden_dropout,
+        "retro_encoder_attention_dropout": settings.retro.retro_encoder_attention_dropout,
+        "retro_encoder_hidden_dropout": settings.retro.retro_encoder_hidden_dropout,
+        "lora_dropout": settings.lora.lora_dropout,
+    }
+    for name, value in given.items():
+        yield not 0 <= value < 1, f"{flag_name(name)} {value:g} has to lie between 0 and 1"
 
 
 def _garbage(training: Training) -> Judged:

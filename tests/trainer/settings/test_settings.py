@@ -717,6 +717,14 @@ def test_a_strategy_that_contradicts_other_flags_is_refused(flags_given: str, me
         check_flags(given)
 
 
+@pytest.mark.parametrize("name", ["attention", "hidden", "lora", "retro-encoder-hidden"])
+@pytest.mark.parametrize("value", ["1.5", "-0.1", "nan"])
+def test_a_dropout_that_is_no_share_is_refused_by_its_flag(name: str, value: str) -> None:
+    given = settings(f"--{name}-dropout {value}")
+    with pytest.raises(UsageError, match=f"--{name}-dropout {value} has to lie between 0 and 1"):
+        check_flags(given)
+
+
 def test_output_that_can_not_be_written_is_an_error_of_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
