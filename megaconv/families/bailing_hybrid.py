@@ -30,6 +30,7 @@ from megaconv.families.parts.keys import (
     Keys,
     Raw,
     follows,
+    need_flag,
     need_number,
     need_size,
     size,
@@ -104,7 +105,7 @@ def _write_sizes(config: ModelConfig) -> Raw:
 
 def _read_bound(raw: Raw) -> Fields:
     bound = need_number(raw, "kda_lower_bound", -5.0)
-    return {"linear.forget_bound": bound if raw.get("kda_safe_gate", True) else None}
+    return {"linear.forget_bound": bound if need_flag(raw, "kda_safe_gate", True) else None}
 
 
 def _write_bound(config: ModelConfig) -> Raw:

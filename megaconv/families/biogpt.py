@@ -6,7 +6,7 @@ from megaconv.families.opt import FAMILY as OPT
 from megaconv.families.opt import FIXED, MODULES
 from megaconv.families.parts.decoder_keys import ALL_BIASES, GELUS, model_keys, multi_head
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS
-from megaconv.families.parts.keys import Fields, Keys, Raw, choice, need_size, size
+from megaconv.families.parts.keys import Fields, Keys, Raw, choice, need_flag, need_size, size
 from megaconv.families.parts.row_changes import (
     in_core,
     with_modules,
@@ -28,7 +28,7 @@ _SCALES = "scale_embedding"
 
 
 def _read_scale(raw: Raw) -> Fields:
-    scaled = raw.get(_SCALES, True)
+    scaled = need_flag(raw, _SCALES, True)
     return {"embedding_scale": need_size(raw, "hidden_size") ** 0.5 if scaled else None}
 
 

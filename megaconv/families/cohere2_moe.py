@@ -25,6 +25,7 @@ from megaconv.families.parts.keys import (
     Raw,
     choice,
     multiplier,
+    need_flag,
     need_number,
     need_size,
     require_each_layer,
@@ -125,7 +126,7 @@ _SCORES = choice(_SCORE, "experts.score", {"softmax": "softmax", "sigmoid": "sig
 def _read_router(raw: Raw) -> Fields:
     """A softmax is over the chosen experts, so that their weights always sum up to 1."""
     score = _SCORES.read(raw)
-    sums = score["experts.score"] == "softmax" or bool(raw.get(_SUMS, True))
+    sums = score["experts.score"] == "softmax" or need_flag(raw, _SUMS, True)
     return {**score, "experts.renormalize": sums}
 
 

@@ -19,6 +19,7 @@ from megaconv.families.parts.keys import (
     Raw,
     choice,
     flags,
+    need_flag,
     need_size,
     number,
     size,
@@ -62,15 +63,15 @@ _HEADS, _KV_HEADS, _SHARES_KV = "num_attention_heads", "num_kv_heads", "multi_qu
 
 def _read_layers(raw: Raw) -> Fields:
     """The heads and the order of sublayers."""
-    new = bool(raw.get(_NEW, False))
+    new = need_flag(raw, _NEW, False)
     heads, hidden = need_size(raw, _HEADS, 71), need_size(raw, "hidden_size", 4544)
-    older = 1 if raw.get(_SHARES_KV, True) else heads
+    older = 1 if need_flag(raw, _SHARES_KV, True) else heads
     kv_heads = need_size(raw, _KV_HEADS, heads) if new else older
     if heads % kv_heads or hidden % heads:
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: {kv_heads} key/value heads should divide {_HEADS} {heads}, which should divide hidden_size {hidden}"
         )
-    parallel = bool(raw.get(_PARALLEL, True))
+    parallel = need_flag(raw, _PARALLEL, True)
     return {
         "attention.heads": heads,
         "attention.kv_heads": kv_heads,
@@ -87,7 +88,7 @@ def _norm_count(raw: Raw, *, new: bool) -> int:
         raise NotExpressible(
             f"{CONFIG_NAME}: {_NORMS} {found} with {_NEW} {new} is not supported; transformers computes 1, and 2 in the new architecture"
         )
-    if new and not raw.get(_PARALLEL, True):
+    if new and not need_flag(raw, _PARALLEL, True):
         raise NotExpressible(f"{CONFIG_NAME}: {_NEW} with {_PARALLEL} false is not supported")
     return found
 

@@ -26,6 +26,7 @@ from megaconv.families.parts.keys import (
     factor,
     flags,
     multiplier,
+    need_flag,
     need_number,
     number,
 )
@@ -72,8 +73,8 @@ def _read_width(raw: Raw) -> Fields:
 
 
 def _read_norm(raw: Raw) -> Fields:
-    before = raw.get("mamba_norm_before_gate", True)
-    if not raw.get("mamba_rms_norm", False):
+    before = need_flag(raw, "mamba_norm_before_gate", True)
+    if not need_flag(raw, "mamba_rms_norm", False):
         return {"mamba.norm": "none"}
     return {"mamba.norm": "before_gate" if before else "after_gate"}
 

@@ -12,7 +12,7 @@ from megaconv.families.parts.decoder_keys import (
     multi_head,
 )
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS
-from megaconv.families.parts.keys import Fields, Keys, Raw, choice, number, size
+from megaconv.families.parts.keys import Fields, Keys, Raw, choice, need_flag, number, size
 from megaconv.families.parts.row_changes import (
     in_core,
     respelled,
@@ -49,7 +49,7 @@ _HEADS = multi_head("n_head", "n_embd")
 
 def _read_heads(raw: Raw) -> Fields:
     found = _HEADS.read(raw)
-    return {**found, "attention.kv_heads": 1} if raw.get(_SHARES_KV, True) else found
+    return {**found, "attention.kv_heads": 1} if need_flag(raw, _SHARES_KV, True) else found
 
 
 def _write_heads(config: ModelConfig) -> Raw:

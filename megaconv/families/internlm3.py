@@ -5,7 +5,7 @@ from dataclasses import replace
 from megaconv.errors import NotExpressible
 from megaconv.families.llama import FAMILY as LLAMA
 from megaconv.families.parts.decoder_keys import SILU, decoder_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_flag
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
@@ -16,7 +16,7 @@ _BIASES = ("attention.qkv_bias", "attention.o_bias", "mlp.bias")
 
 def _read_biases(raw: Raw) -> Fields:
     """Biases of all projections, or of none: transformers refuses other models."""
-    attention, mlp = bool(raw.get(_OF_ATTENTION, False)), bool(raw.get(_OF_MLP, False))
+    attention, mlp = need_flag(raw, _OF_ATTENTION, False), need_flag(raw, _OF_MLP, False)
     if attention != mlp:
         raise NotExpressible(
             f"{CONFIG_NAME}: {_OF_ATTENTION} (or qkv_bias) is {attention}, but {_OF_MLP} (or bias) is {mlp}; "

@@ -42,6 +42,7 @@ from megaconv.families.parts.keys import (
     Raw,
     choice,
     flags,
+    need_flag,
     need_number,
     need_size,
     size,
@@ -213,7 +214,7 @@ def _read_latent(raw: Raw) -> Fields:
     latent = 0 if raw.get(_LATENT) is None else need_size(raw, _LATENT)
     if raw.get(_NORM) and not latent:
         raise NotExpressible(f"{CONFIG_NAME}: {_NORM} is not supported without {_LATENT}")
-    return {"experts.latent": latent, "experts.latent_norm": bool(raw.get(_NORM, False))}
+    return {"experts.latent": latent, "experts.latent_norm": need_flag(raw, _NORM, False)}
 
 
 def _write_latent(config: ModelConfig) -> Raw:

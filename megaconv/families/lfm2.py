@@ -17,6 +17,7 @@ from megaconv.families.parts.keys import (
     Fields,
     Keys,
     Raw,
+    need_flag,
     need_number,
     need_size,
     number,
@@ -73,7 +74,7 @@ _WIDTH, _ADJUSTED, _MULTIPLE, _FACTOR = (
 def _read_width(raw: Raw) -> Fields:
     """The MLP's width: two thirds of intermediate_size, times a factor, rounded up, unless it isn't adjusted."""
     width = need_size(raw, _WIDTH, 12288)
-    if not raw.get(_ADJUSTED, True):
+    if not need_flag(raw, _ADJUSTED, True):
         return {"mlp.ffn": width}
     width = int(2 * width / 3)
     if raw.get(_FACTOR, 1.0) is not None:

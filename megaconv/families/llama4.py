@@ -19,6 +19,7 @@ from megaconv.families.parts.keys import (
     Keys,
     Raw,
     flags,
+    need_flag,
     need_number,
     need_size,
     require_each_layer,
@@ -119,7 +120,7 @@ _TEMPERATURE = ("attn_temperature_tuning", "attn_scale", "floor_scale")
 
 
 def _read_temperature(raw: Raw) -> Fields:
-    if not raw.get("attn_temperature_tuning", True):
+    if not need_flag(raw, "attn_temperature_tuning", True):
         return {"temperature.scale": 0.0}
     return {
         "temperature.scale": need_number(raw, "attn_scale", _SCALE),

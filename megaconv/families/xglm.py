@@ -14,6 +14,7 @@ from megaconv.families.parts.keys import (
     Raw,
     choice,
     follows,
+    need_flag,
     need_size,
     size,
 )
@@ -31,7 +32,7 @@ _SCALES = "scale_embedding"
 
 
 def _read_scale(raw: Raw) -> Fields:
-    scaled = raw.get(_SCALES, True)
+    scaled = need_flag(raw, _SCALES, True)
     return {"embedding_scale": need_size(raw, "d_model") ** 0.5 if scaled else None}
 
 

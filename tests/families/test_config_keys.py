@@ -312,6 +312,20 @@ NEGATIVE: tuple[tuple[str, str, Any], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("value", ["false", "no", "", [], {}])
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llama", "tie_word_embeddings"), ("llama", "attention_bias"), ("qwen3_moe", "norm_topk_prob"),
+        ("falcon", "parallel_attn"), ("xglm", "scale_embedding"), ("falcon_h1", "mamba_norm_before_gate"),
+    ],
+)  # fmt: skip
+def test_a_text_is_neither_true_nor_false(family: str, key: str, value: Any) -> None:
+    """Python takes "false" for true."""
+    with pytest.raises(CorruptCheckpoint, match=f"{key} should be true or false, found"):
+        families()[family].read_hf({**raw_config(family), key: value})
+
+
 @pytest.mark.parametrize(("family", "key", "value"), NEGATIVE)
 def test_a_negative_size_is_refused_by_its_key(family: str, key: str, value: float) -> None:
     words = rf"config\.json: {key}.* should be (0 or more|a positive number), found {value}"

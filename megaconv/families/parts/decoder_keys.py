@@ -14,6 +14,7 @@ from megaconv.families.parts.keys import (
     Raw,
     choice,
     flags,
+    need_flag,
     need_size,
     number,
     size,
@@ -71,7 +72,7 @@ def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
         size("vocab_size", "vocab"),
         Keys(
             ("tie_word_embeddings",),
-            lambda raw: {"tie_embeddings": bool(raw.get("tie_word_embeddings", tied))},
+            lambda raw: {"tie_embeddings": need_flag(raw, "tie_word_embeddings", tied)},
             lambda config: {"tie_word_embeddings": config.tie_embeddings},
         ),
         Keys(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),

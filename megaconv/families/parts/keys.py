@@ -294,11 +294,22 @@ def _inverse(divisor: float) -> float:
     return next((each for each in candidates if 1 / each == divisor), near)
 
 
+def need_flag(raw: Raw, key: str, default: bool) -> bool:
+    """True or false; null is false. Some published files have numbers.
+
+    Raises CorruptCheckpoint for a text, a list or an object: Python would take even "false" for true.
+    """
+    value = raw.get(key, default)
+    if isinstance(value, str | list | dict):
+        raise CorruptCheckpoint(f"{CONFIG_NAME}: {key} should be true or false, found {value!r}")
+    return bool(value)
+
+
 def flags(key: str, fields: tuple[str, ...], *, default: bool) -> Keys:
     """One true or false for several fields."""
     return Keys(
         (key,),
-        lambda raw: dict.fromkeys(fields, bool(raw.get(key, default))),
+        lambda raw: dict.fromkeys(fields, need_flag(raw, key, default)),
         lambda config: {key: value_of(config, fields[0])},
     )
 
