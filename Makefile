@@ -10,6 +10,8 @@ SOURCES := megaconv loaders savers formats megatron_lite
 # Tests start many processes: each would compile all of the source again where an environment forbids to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 
+INTERPRETED := tests/trainer/state_space/test_triton_kernels.py tests/trainer/parallel/test_flash_kernels.py
+
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
@@ -37,7 +39,7 @@ test-slow: $(VENV)/.tested
 
 # Kernels of packages that need a GPU, computed on a CPU by Triton's interpreter.
 test-kernels: $(VENV)/.interpreted
-	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -n 2 tests/trainer/state_space/test_triton_kernels.py
+	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -n 2 $(INTERPRETED)
 
 explore: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not gpu" --hypothesis-profile=explore
@@ -77,12 +79,17 @@ $(VENV)/.tested: pyproject.toml constraints.txt
 	$(PIP) -e ".[test,oracle,data,train,zarr,serve,retrieval]"
 	touch $(VENV)/.installed $@
 
-# mamba_ssm has kernels in Python too. What it would compile with CUDA isn't needed.
+# mamba_ssm and flash_attn have Python too. What they would compile with CUDA isn't needed.
+# amd-aiter has FlashAttention's kernels in Triton, and the source of other kernels in 170 MB of aiter_meta.
 $(VENV)/.interpreted: $(VENV)/.tested
 	$(PIP) --no-deps --target $(VENV)/kernels triton==3.9.0 fla-core==0.6.0 einops==0.8.2
 	$(PIP) setuptools wheel ninja packaging
 	MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE \
 	  $(PIP) --no-deps --no-build-isolation --target $(VENV)/kernels mamba-ssm==2.3.2.post1
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE \
+	  $(PIP) --no-deps --no-build-isolation --target $(VENV)/kernels flash-attn==2.8.3.post2
+	$(PIP) --no-deps --target $(VENV)/kernels amd-aiter==0.1.7.post2.dev18
+	rm -rf $(VENV)/kernels/aiter_meta
 	touch $@
 
 $(VENV)/.documented: $(VENV)/.installed

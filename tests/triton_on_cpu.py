@@ -1,9 +1,10 @@
 """Triton's interpreter computes the packages' real kernels on a CPU, with numpy. It is slow, and needs no GPU.
 
-Import this module before a package that has kernels, in a process with TRITON_INTERPRET=1. Three things differ on a CPU:
+Import this module before a package that has kernels, in a process with TRITON_INTERPRET=1. Four things differ on a CPU:
 
 * The fastest configuration of a kernel can't be measured. The first one is taken.
 * Triton's compiler turns the numbers of a loop into tensors. In the interpreter they are Python's, without the methods of tensors.
+* numpy has no bf16. The interpreter multiplies matrices of bf16 as if their bits were integers, unless they become float32 before.
 * There is no device to choose or to ask.
 """
 
@@ -12,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -36,11 +38,14 @@ def is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@cache
 def prepare() -> None:
     """Make Triton and torch ready for kernels on a CPU. Call it before a package is imported."""
     from triton.runtime.autotuner import Autotuner
 
     Autotuner.run = _run_first
+    Autotuner.__init__ = _without_key(Autotuner.__init__)
+    _multiply_bf16_in_float32()
     torch.cuda.device = nullcontext
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=1)
 
@@ -53,6 +58,38 @@ def import_kernels(module: str) -> ModuleType:
         if name.startswith(f"{package}.ops"):
             vars(each)["range"] = numbers
     return found
+
+
+def _without_key(create: Any) -> Any:
+    """Autotuner.__init__ without the arguments on which the fastest configuration depends.
+
+    Triton 3.9 refuses names of arguments that a kernel doesn't have. Kernels for older versions name some.
+    """
+
+    def created(
+        self: Any, fn: Any, arg_names: Any, configs: Any, key: Any, *rest: Any, **options: Any
+    ) -> None:
+        create(self, fn, arg_names, configs, [], *rest, **options)
+
+    return created
+
+
+def _multiply_bf16_in_float32() -> None:
+    from triton import language
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def multiplied(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (
+            self.cast_impl(each, language.float32)
+            if each.dtype.scalar == language.bfloat16
+            else each
+            for each in (a, b)
+        )
+        return multiply(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = multiplied
 
 
 def _run_first(self: Any, *args: Any, **keywords: Any) -> Any:
