@@ -11,6 +11,7 @@ SOURCES := megaconv loaders savers formats megatron_lite
 unexport PYTHONDONTWRITEBYTECODE
 
 INTERPRETED := tests/trainer/state_space/test_triton_kernels.py tests/trainer/parallel/test_flash_kernels.py
+COMPILED := tests/trainer/state_space/test_compiled_kernels.py
 
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
@@ -37,9 +38,10 @@ test-fast: $(VENV)/.tested
 test-slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m slow
 
-# Kernels of packages that need a GPU, computed on a CPU by Triton's interpreter.
+# Kernels of packages that need a GPU: computed on a CPU by Triton's interpreter, then compiled for an H100.
 test-kernels: $(VENV)/.interpreted
 	TRITON_INTERPRET=1 PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -n 2 $(INTERPRETED)
+	TRITON_CACHE_DIR=$(VENV)/compiled PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest -n 2 $(COMPILED)
 
 explore: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not gpu" --hypothesis-profile=explore

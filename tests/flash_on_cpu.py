@@ -50,7 +50,7 @@ def prepare() -> None:
     """Make `flash_attn` and `flash_attn_interface` ready to be imported. Raises ImportError if a package is missing."""
     triton_on_cpu.prepare()
     with _as_on_amd():
-        _import_without_packages(AMD)
+        triton_on_cpu.import_without_gpu(AMD)
     for version in (2, 3):
         functions = amd_functions(version)
         for name in KERNELS:
@@ -82,19 +82,6 @@ def _prepare_version_3() -> None:
     sys.path.append(str(Path(spec.origin).parent))
     module = import_module("flash_attn_interface")
     vars(module)["flash_attn_3_cuda"] = amd_functions(3)
-
-
-def _import_without_packages(module: str) -> None:
-    """Import a module without the code of the three packages around it, which needs a GPU's libraries."""
-    names = module.split(".")
-    spec = find_spec(names[0])
-    assert spec is not None
-    folder = Path((spec.submodule_search_locations or [""])[0])
-    for depth in range(1, 4):
-        package = ModuleType(".".join(names[:depth]))
-        package.__path__ = [str(folder.joinpath(*names[1:depth]))]
-        sys.modules[package.__name__] = package
-    import_module(module)
 
 
 @contextmanager

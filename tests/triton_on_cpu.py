@@ -15,10 +15,15 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+NEED_GPU = {"mamba_ssm": 1, "aiter": 3}
+"""The number of packages, from the outermost one on, that import libraries for a GPU."""
 
 
 class Number(int):
@@ -52,7 +57,7 @@ def prepare() -> None:
 
 def import_kernels(module: str) -> ModuleType:
     """Import a module with kernels, and prepare the loops of its package. Call prepare() before."""
-    found = import_module(module)
+    found = import_without_gpu(module)
     package = module.split(".")[0]
     for name, each in list(sys.modules.items()):
         if name.startswith(f"{package}.ops"):
@@ -90,6 +95,20 @@ def _multiply_bf16_in_float32() -> None:
         return multiply(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = multiplied
+
+
+def import_without_gpu(module: str) -> ModuleType:
+    """Import a module without the code of the packages around it that imports libraries for a GPU."""
+    names = module.split(".")
+    if names[0] not in sys.modules:
+        spec = find_spec(names[0])
+        assert spec is not None
+        folder = Path((spec.submodule_search_locations or [""])[0])
+        for number in range(NEED_GPU.get(names[0], 0)):
+            package = ModuleType(".".join(names[: number + 1]))
+            package.__path__ = [str(folder.joinpath(*names[1 : number + 1]))]
+            sys.modules[package.__name__] = package
+    return import_module(module)
 
 
 def _run_first(self: Any, *args: Any, **keywords: Any) -> Any:
