@@ -22,6 +22,7 @@ from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import whole_model
 from megaconv.loader import Loader
+from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
 from megaconv.model.check import listing, well_formed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
@@ -92,6 +93,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         manifest,
         training=training,
         files=find_sidecars(directory),
+        vocab_divisor=vocab_divisor(training.arguments),
         source=f"dcp, {'torchtitan' if naming == _TITAN else 'transformers'} names",
         has_optimizer=any(_OPTIMIZER.match(name) for name in opened),
     )

@@ -20,6 +20,7 @@ from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import has_weights, whole_model
 from megaconv.loader import Loader
+from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import (
     GROUP_OPTIONS,
     megatron_groups,
@@ -89,6 +90,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         manifest,
         training=training,
         files=find_sidecars(directory),
+        vocab_divisor=vocab_divisor(training.arguments),
         source=_kind(found),
         has_optimizer=bool(found.slots),
     )

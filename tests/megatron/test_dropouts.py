@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_lite.checkpoint.state import read_dropouts
 from tests.config_models import WITHOUT_CLASS, WITHOUT_CONFIG, raw_config, raw_gpt2, read
 from tests.conftest import FIXTURES
 from tests.families.test_encoder_config import BERT, T5
+from tests.neighbours import write_bridge, write_nemo
 from tests.optimizer_models import load
 
 GPT2 = FIXTURES / "core-gpt2-tp1pp1" / "checkpoint"
@@ -120,6 +122,17 @@ def test_every_dropout_of_transformers_class_is_known_with_its_default(name: str
     expected |= {keys.embedding: keys.usual_hidden}
     expected.pop("", None)
     assert {key: value for key, value in of_class.items() if key not in OTHER_DROPOUTS} == expected
+
+
+@pytest.mark.parametrize("write", [write_bridge, write_nemo])
+def test_the_dropouts_of_megatron_bridges_and_nemos_runs_reach_megatron(
+    write: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = write(
+        tmp_path / "source", "dist-llama-tp2pp2", attention_dropout=0.25, hidden_dropout=0.15
+    )
+    megaconv.convert(source, tmp_path / "core", saver="core", tp=1, pp=1)
+    assert dropouts_in(tmp_path / "core") == (0.25, 0.15)
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.5, float("nan"), "0.1", True])

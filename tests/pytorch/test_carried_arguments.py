@@ -8,7 +8,7 @@ import pytest
 import megaconv
 from megaconv.model.training import OptimizerState, ParamGroup, TrainingState
 from megaconv.pytorch.megatron_entry import entry, with_entry
-from tests.megatron.test_run_arguments import changes, state_of, trained_run
+from tests.megatron.test_run_arguments import REAL, changes, of_other_classes, state_of, trained_run
 
 OWN = {"attention_dropout": 0.25, "hidden_dropout": 0.0, "sequence_parallel": False}
 """Dropouts that the model's config.json doesn't have, and the only value of sequence_parallel for one process."""
@@ -34,8 +34,7 @@ def test_arguments_and_limits_of_the_learning_rate_return(
         megaconv.convert(step, tmp_path / str(number), saver=saver, optimizer=True)
         step = tmp_path / str(number)
     megaconv.convert(
-        step, tmp_path / "back", saver="core", transformer_impl="local",
-        make_vocab_size_divisible_by=8, optimizer=True, dtype="bf16",
+        step, tmp_path / "back", saver="core", transformer_impl="local", optimizer=True, dtype="bf16"
     )  # fmt: skip
     before, _ = state_of(megatron)
     after, _ = state_of(tmp_path / "back")
@@ -43,6 +42,19 @@ def test_arguments_and_limits_of_the_learning_rate_return(
     assert changes(before, after) == {"no_save_rng": (None, True)}
     for had, has in zip(groups_of(megatron), groups_of(tmp_path / "back"), strict=True):
         assert {name: has[name] for name in had} == had
+
+
+@pytest.mark.parametrize("saver", ["dcp", "deepspeed"])
+def test_a_real_run_keeps_its_arguments(saver: str, tmp_path: Path) -> None:
+    before, _ = state_of(REAL["torch"])
+    megaconv.convert(REAL["torch"], tmp_path / "out", saver=saver, optimizer=True)
+    megaconv.convert(
+        tmp_path / "out", tmp_path / "back", saver="core", tp=2, pp=2, transformer_impl=before["transformer_impl"],
+        dtype="bf16", optimizer=True,
+    )  # fmt: skip
+    after, _ = state_of(tmp_path / "back")
+    expected = {"no_save_rng", "rank", "local_rank", *of_other_classes(before)}
+    assert changes(before, after).keys() <= expected
 
 
 def test_a_run_of_pytorch_that_went_on_has_no_arguments_of_megatron(

@@ -10,8 +10,10 @@ from typing import Any
 
 from formats.pickle_records import TorchDtype
 from formats.tensor import ITEMSIZE
+from megaconv.families.parts.dropouts import ATTENTION, HIDDEN
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import READ, REFUSED
+from megaconv.model.ceilings import VOCABULARY
 
 LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -54,6 +56,8 @@ OPTIMIZATION = (
     "accumulate_allreduce_grads_in_fp32",
 )  # fmt: skip
 """Arguments on optimization."""
+OF_TRAINING = (*OPTIMIZATION, ATTENTION, HIDDEN)
+"""Arguments on training, which a model's provider has too."""
 
 _OURS = "megaconv_"
 """The prefix of arguments that only megaconv writes, and writes anew each time."""
@@ -66,6 +70,12 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Megatron's own classes, such as AttnBackend, aren't in all releases.
     """
     return {name: value for name, value in arguments.items() if _is_plain(value)}
+
+
+def vocab_divisor(arguments: Mapping[str, Any]) -> int | None:
+    """--make-vocab-size-divisible-by, if the arguments have a possible one."""
+    divisor = arguments.get("make_vocab_size_divisible_by")
+    return divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None
 
 
 def of_run(

@@ -17,7 +17,7 @@ from megaconv.families.parts.whole_model import refuse_optimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
 from megaconv.megatron.arguments.param_groups import WITHOUT
 from megaconv.megatron.arguments.read import read_layout
-from megaconv.megatron.arguments.run_arguments import OPTIMIZATION, plain_arguments
+from megaconv.megatron.arguments.run_arguments import OF_TRAINING, plain_arguments, vocab_divisor
 from megaconv.megatron.arguments.size_tensors import SizeTensors, with_stacks
 from megaconv.megatron.arguments.sizes import (
     expert_tensor_parallel_size,
@@ -47,7 +47,7 @@ from megaconv.megatron.states.ranks import RankId, Ranks, is_legacy, read_ranks
 from megaconv.megatron.states.releases import note_release
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.beside import BESIDE
-from megaconv.model.ceilings import ITERATION, OPERATIONS, VOCABULARY
+from megaconv.model.ceilings import ITERATION, OPERATIONS
 from megaconv.model.check import same_names, well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -160,19 +160,13 @@ def open_model(
         training=training,
         files=find_sidecars(sidecars) or model.tokenizer.files,
         named_tokenizer=model.tokenizer.name,
-        vocab_divisor=_vocab_divisor(source.args),
+        vocab_divisor=vocab_divisor(vars(source.args)),
         source=spellings.description,
         padded_vocab=model.padded_vocab,
         has_optimizer=training.optimizer is not None,
         shifts={key: shift for key, tensor in tensors.items() if (shift := shift_of(tensor))},
     )
     return OpenedSource(header, {} if options.metadata_only else tensors)
-
-
-def _vocab_divisor(args: Namespace) -> int | None:
-    """--make-vocab-size-divisible-by, if the args have a possible one."""
-    divisor = getattr(args, "make_vocab_size_divisible_by", None)
-    return divisor if isinstance(divisor, int) and 0 < divisor <= VOCABULARY else None
 
 
 @dataclass(frozen=True)
@@ -335,10 +329,10 @@ def _training(source: RankSource) -> TrainingState:
         raise CorruptCheckpoint(
             f"{listing.directory}: its num_floating_point_operations_so_far should be from 0 to {OPERATIONS:.0e}"
         )
-    # Arguments that replace missing args describe the model. Only the optimization is about their run.
+    # Arguments that replace missing args describe the model. Only optimization and dropouts are about their run.
     run = vars(args)
     if source.writer:
-        run = {name: value for name, value in run.items() if name in OPTIMIZATION}
+        run = {name: value for name, value in run.items() if name in OF_TRAINING}
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
         release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
