@@ -750,6 +750,28 @@ def gpt2_configs(draw: Draw) -> ModelConfig:
     return read(raw_gpt2(bos_token_id=None, eos_token_id=None, **keys))
 
 
+@st.composite
+def lara_minis(draw: Draw, config: ModelConfig) -> ModelConfig:
+    """Every layer has experts. At least one layer is linear, since others have no sizes of linear attention."""
+    layers, experts = config.layer_count, draw(st.integers(1, 9))
+    words = st.sampled_from(("linear_attention", "sliding_attention", "full_attention"))
+    types = draw(st.lists(words, min_size=layers, max_size=layers))
+    types[draw(st.integers(0, layers - 1))] = "linear_attention"
+    keys = {
+        "hidden_size": config.hidden,
+        "num_hidden_layers": layers,
+        "layer_types": types,
+        "sliding_window": draw(st.integers(1, 99)),
+        "num_experts": experts,
+        "num_experts_per_tok": draw(st.integers(1, experts)),
+        "moe_intermediate_size": draw(st.integers(1, 99)),
+        "shared_expert_intermediate_size": draw(st.integers(1, 99)),
+        "tie_word_embeddings": config.tie_embeddings,
+        "torch_dtype": config.dtype,
+    }
+    return read(raw_config("lara_mini", bos_token_id=None, eos_token_id=None, **keys))
+
+
 DEEPSEEKS = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
     *(
@@ -1041,6 +1063,8 @@ def configs(draw: Draw) -> ModelConfig:
         windowed = draw(st.sets(st.integers(0, layers - 1)))
         size = draw(st.integers(1, 99)) if windowed else None
         return changed(config, {"layers.window": per_layer(windowed, layers, size, None)})
+    if name == "lara_mini":
+        return draw(lara_minis(config))
     if name in ("exaone", "granite", "hyperclovax", "internlm2"):
         return config
     if name == "ministral3":

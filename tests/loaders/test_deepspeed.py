@@ -43,7 +43,9 @@ def test_without_a_dtype_weights_are_as_the_module_computes_with_them(
     case: Path, tmp_path: Path
 ) -> None:
     expected = load_file(case / "expected.safetensors")
-    for name, tensor in converted(case / "checkpoint" / "global_step3", tmp_path / "out").items():
+    found = converted(case / "checkpoint" / "global_step3", tmp_path / "out")
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
         assert torch.equal(tensor, expected[name].bfloat16()), name
 
 

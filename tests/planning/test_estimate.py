@@ -86,10 +86,10 @@ def test_the_bubble_of_equal_stages_is_that_of_the_schedule(pp: int, vpp: int) -
     run = run_of(LLAMA, 1, pp, vpp, (8 // (pp * vpp),) * (pp * vpp))
     stages = Estimator(LLAMA, H100).stages(run)
     seconds = [stage.microbatch.seconds for stage in stages]
+    # The first and the last stage also hold the embedding and the head.
+    assert max(seconds) == pytest.approx(min(seconds), rel=0.5)
     time = Estimator(LLAMA, H100).estimate(run).time
-    equal = max(seconds) == pytest.approx(min(seconds), rel=0.5)
     idle = time.bubble / (time.bubble + run.microbatches * max(seconds))
-    assert equal
     assert idle == pytest.approx(
         bubble(pp, vpp, run.microbatches, run.layout.stage_layers), abs=0.05
     )

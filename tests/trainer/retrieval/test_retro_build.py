@@ -115,7 +115,9 @@ def test_files_of_the_megatron_format_are_those_of_core(tmp_path: Path) -> None:
     import h5py
 
     project = built(tmp_path / "project", format="megatron")
-    for theirs in sorted((FIXTURE / "project" / "db").rglob("*.hdf5")):
+    files = sorted((FIXTURE / "project" / "db").rglob("*.hdf5"))
+    assert files
+    for theirs in files:
         ours = project.path / "db" / theirs.relative_to(FIXTURE / "project" / "db")
         with h5py.File(theirs) as one, h5py.File(ours) as other:
             assert set(one) == set(other)
