@@ -2,7 +2,7 @@
 
 torch's and DeepSpeed's schedulers store how often they were called, and keep the shape of the schedule in the run's own
 configuration. Megatron stores the shape, counts samples, keeps the limits of the learning rate in each parameter group,
-and has arguments. So outputs have one more entry for these, which PyTorch and DeepSpeed don't look at. It counts only if
+fp16's loss scale, and arguments. So outputs have one more entry for these, which PyTorch and DeepSpeed don't look at. It counts only if
 the checkpoint is of the same iteration: a run that went on and kept the entry has outdated it.
 """
 
@@ -27,7 +27,9 @@ def entry(training: TrainingState) -> dict[str, Any]:
         for name, value in (training.scheduler or {}).items()
         if isinstance(value, _PLAIN)
     }
-    groups = training.optimizer.groups if training.optimizer is not None else ()
+    optimizer = training.optimizer
+    groups = optimizer.groups if optimizer is not None else ()
+    scaler = optimizer.grad_scaler if optimizer is not None else None
     return {
         "iteration": iteration_of(training),
         "consumed_train_samples": training.consumed_train_samples,
@@ -35,6 +37,7 @@ def entry(training: TrainingState) -> dict[str, Any]:
         "floating_point_operations": training.floating_point_operations,
         "scheduler": scheduler,
         "param_groups": [_stored_group(group) for group in groups],
+        "grad_scaler": None if scaler is None else dict(scaler),
         "args": dict(training.arguments),
     }
 
@@ -55,7 +58,7 @@ def with_entry(state: TrainingState, stored: object) -> TrainingState:
         consumed_valid_samples=int(stored["consumed_valid_samples"]),
         floating_point_operations=float(stored["floating_point_operations"]),
         scheduler=scheduler or None,
-        optimizer=_with_groups(state.optimizer, stored.get("param_groups", ())),
+        optimizer=_completed_optimizer(state.optimizer, stored),
         arguments={**state.arguments, **_arguments(stored.get("args", {}))},
     )
 
@@ -71,14 +74,25 @@ def _stored_group(group: ParamGroup) -> dict[str, Any]:
     return {"wd_mult": group.wd_mult, "settings": dict(group.settings)}
 
 
-def _with_groups(optimizer: OptimizerState | None, stored: object) -> OptimizerState | None:
-    """The optimizer whose groups have the entry's further settings. Settings that a group has already stay."""
+def _completed_optimizer(
+    optimizer: OptimizerState | None, stored: Mapping[str, Any]
+) -> OptimizerState | None:
+    """The optimizer with the entry's loss scale, and with further settings of groups. A group's own settings stay."""
     if optimizer is None:
         return None
-    if not isinstance(stored, Sequence) or not all(map(_is_group, stored)):
-        raise ValueError(f"parameter groups of {stored!r:.80}")
-    completed = tuple(_completed(group, stored) for group in optimizer.groups)
-    return replace(optimizer, groups=completed)
+    scaler, groups = stored.get("grad_scaler"), stored.get("param_groups", ())
+    if scaler is not None and not _is_scaler(scaler):
+        raise ValueError(f"a loss scale of {scaler!r:.80}")
+    if not isinstance(groups, Sequence) or not all(map(_is_group, groups)):
+        raise ValueError(f"parameter groups of {groups!r:.80}")
+    completed = tuple(_completed(group, groups) for group in optimizer.groups)
+    return replace(optimizer, groups=completed, grad_scaler=scaler)
+
+
+def _is_scaler(stored: object) -> bool:
+    return isinstance(stored, Mapping) and all(
+        isinstance(name, str) and type(value) in (int, float) for name, value in stored.items()
+    )
 
 
 def _is_group(stored: object) -> bool:

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megaconv
 from megaconv.model.training import OptimizerState, ParamGroup, TrainingState
 from megaconv.pytorch.megatron_entry import entry, with_entry
 from tests.megatron.test_run_arguments import REAL, changes, of_other_classes, state_of, trained_run
+from tests.optimizer_models import load, write_trained_llama
 
 OWN = {"attention_dropout": 0.25, "hidden_dropout": 0.0, "sequence_parallel": False}
 """Dropouts that the model's config.json doesn't have, and the only value of sequence_parallel for one process."""
@@ -84,9 +86,32 @@ def test_a_group_takes_over_what_all_groups_of_its_kind_share() -> None:
 
 @pytest.mark.parametrize(
     "damage",
-    [{"args": [1]}, {"args": {1: 2}}, {"param_groups": 5}, {"param_groups": [{"settings": {"lr": object()}}]}],
+    [{"args": [1]}, {"args": {1: 2}}, {"param_groups": 5},
+     {"param_groups": [{"settings": {"lr": object()}}]}, {"grad_scaler": {"scale": "1"}}],
 )  # fmt: skip
 def test_an_entry_of_another_form_is_refused(damage: dict[str, Any]) -> None:
     run = TrainingState(7, optimizer=OptimizerState("Megatron's", 7, (ParamGroup(),)))
-    with pytest.raises(ValueError, match=r"arguments of|parameter groups of"):
+    with pytest.raises(ValueError, match=r"arguments of|parameter groups of|loss scale of"):
         with_entry(run, entry(run) | damage)
+
+
+@pytest.mark.parametrize("saver", ["dcp", "deepspeed"])
+def test_the_loss_scale_of_fp16_returns(saver: str, tmp_path: Path) -> None:
+    source = write_trained_llama(tmp_path / "run", dtype="float16", layers=1)
+    (file,) = source.glob("*/mp_rank_00/model_optim_rng.pt")
+    state = load(file)
+    scaler = {
+        "scale": torch.tensor([4096.0]),
+        "growth_tracker": 7,
+        "hysteresis_tracker": 2,
+    }
+    state["optimizer"]["grad_scaler"] = scaler
+    torch.save(state, file)
+    megaconv.convert(source, tmp_path / "out", saver=saver, optimizer=True)
+    megaconv.convert(
+        tmp_path / "out", tmp_path / "back", saver="core", dtype="fp16", optimizer=True
+    )
+    (written,) = (tmp_path / "back").glob("*/mp_rank_00/model_optim_rng.pt")
+    kept = load(written)["optimizer"]["grad_scaler"]
+    found = {name: float(value) for name, value in kept.items()}
+    assert found == {"scale": 4096, "growth_tracker": 7, "hysteresis_tracker": 2}
