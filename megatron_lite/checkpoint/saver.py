@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from formats import rank_files
-from formats.errors import CheckpointError
+from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.renames import sync_directory
 from megatron_lite.checkpoint import rank_file
 from megatron_lite.checkpoint.copies import Copies
@@ -189,5 +189,20 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Return whether a run has saved a complete checkpoint under `root`. The tracker proves it, because it is written last."""
-    return (root / rank_files.TRACKER).is_file()
+    """Return whether a run has saved a complete checkpoint under `root`.
+
+    The tracker proves it, because it is written last. A copy may lack the tracker, and so may a run that was killed just
+    before it was written. Then the only iteration proves it, because it appears by one rename.
+    Raises CorruptCheckpoint for several iterations without a tracker: a new run would replace them.
+    """
+    if not root.is_dir():
+        return False
+    if (root / rank_files.TRACKER).is_file() or rank_files.find_version(root) is not None:
+        return True
+    iterations = sorted(each.name for each in root.iterdir() if rank_files.is_version(each.name))
+    if iterations:
+        raise CorruptCheckpoint(
+            f"{root}: has {', '.join(iterations[-3:])}, but no {rank_files.TRACKER}, which says the last one; "
+            "write its number into this file, or give another directory"
+        )
+    return False

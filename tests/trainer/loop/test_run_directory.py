@@ -174,3 +174,22 @@ def test_a_run_without_save_warns_at_its_start(tmp_path: Path) -> None:
     assert "nothing of this run" not in train(
         tmp_path, 1, f"pretrain {LLAMA} --train-iters 2 --save ckpt"
     ).log(0)
+
+
+def test_a_copy_without_the_tracker_is_continued_if_it_has_one_iteration(tmp_path: Path) -> None:
+    """Otherwise the run would begin anew and replace the checkpoint."""
+    command = (
+        f"pretrain {LLAMA} --save ckpt --save-interval 2 --lr-decay-iters 9 --resume --train-iters"
+    )
+    train(tmp_path, 1, f"{command} 2")
+    tracker = tmp_path / "ckpt" / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    train(tmp_path, 1, f"{command} 3")
+    assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3]
+    tracker.unlink()
+    running = launch(tmp_path, 1, f"{command} 4")
+    assert running.wait() == [3]
+    assert "ckpt: has iter_0000002, iter_0000003, but no latest_checkpointed" in running.log(0)
+    tracker.write_text("3")
+    train(tmp_path, 1, f"{command} 4")
+    assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
