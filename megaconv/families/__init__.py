@@ -210,7 +210,11 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
             f"{source}: {', '.join(map(str, architectures))} is a multimodal model; it is converted between Hugging Face directories and "
             f"Megatron core only. --text-only converts its language model ({inside.architectures[0]}) to every format"
         )
-    asked = ", ".join(map(str, architectures)) or config.get("model_type") or "no architecture"
+    asked = ", ".join(map(str, architectures)) or config.get("model_type")
+    if not asked:
+        raise UnknownFamily(
+            f"{source}: has neither architectures nor model_type, which name the architecture; is it a model's config.json?"
+        )
     near = _nearest(asked)
     raise UnknownFamily(
         f"{source}: architecture {asked} is not supported{near}; `megaconv formats` lists all that are, and "

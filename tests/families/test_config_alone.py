@@ -126,7 +126,9 @@ def test_a_configuration_of_another_name_is_taken_by_the_loaders(
     assert run("plan", named, "--loader", "config") == run("plan", alone)
     named.write_text("{}")
     assert_refused(
-        run("plan", named, "--loader", "config"), 3, "llama.json: architecture no architecture"
+        run("plan", named, "--loader", "config"),
+        3,
+        "llama.json: has neither architectures nor model_type",
     )
 
 

@@ -222,7 +222,6 @@ def test_a_feature_without_a_place_in_config_json_is_refused(
     [
         ({"architectures": ["RwkvForCausalLM"]}, "RwkvForCausalLM", ""),
         ({"architectures": [], "model_type": "rwkv"}, "rwkv", ""),
-        ({"architectures": None, "model_type": None}, "no architecture", ""),
         (
             {"architectures": ["Phi3SmallForCausalLM"]},
             "Phi3SmallForCausalLM",
@@ -240,6 +239,12 @@ def test_an_unknown_architecture_is_refused_with_the_nearest_one_and_the_list(
     assert "`megaconv formats` lists all" in message
     assert near in message if near else "like it" not in message
     assert len(message) < 300
+
+
+def test_a_config_json_that_names_no_architecture_is_refused_in_these_words() -> None:
+    unnamed = raw_config("llama") | {"architectures": None, "model_type": None}
+    with pytest.raises(UnknownFamily, match=r"config\.json: has neither architectures nor model_"):
+        family_of_hf(unnamed, "m/config.json")
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "null", '"x"', "\xff"])
