@@ -158,9 +158,12 @@ def test_the_lines_of_bert_pretrain_and_finetune(
         assert (place / f"checkpoints/bert_345m_{task.lower()}").is_dir()
 
 
-def test_the_lines_of_gpt_pretrain_and_evaluate(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def trained_gpt(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint that pretrain_gpt2.py's line trains, in `place`, which is the working directory."""
+    monkeypatch.chdir(place)
+    if (place / "checkpoints/gpt2_345m").is_dir():
+        return
     made_by_preprocess(place, monkeypatch, "--dataset-impl mmap")
     files = ("--vocab-file", "gpt2-vocab.json", "--merge-file", "gpt2-merges.txt")
     words = words_of("pretrain_gpt2.py", {
@@ -169,6 +172,10 @@ def test_the_lines_of_gpt_pretrain_and_evaluate(
         "--tokenizer-type": ("--tokenizer-type", "GPT2BPETokenizer", *files),
     })  # fmt: skip
     train(place, 1, f"pretrain {' '.join(words)}")
+
+
+@pytest.mark.usefixtures("trained_gpt")
+def test_the_lines_of_gpt_pretrain_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for task, measure in (("WIKITEXT103", "perplexity"), ("LAMBADA", "accuracy")):
         assert run("evaluate", *words_of(f"--task {task}", {}), "--dtype", "fp32") == 0
@@ -178,13 +185,9 @@ def test_the_lines_of_gpt_pretrain_and_evaluate(
     assert "the model takes 64" in capsys.readouterr().err
 
 
-def test_the_lines_of_2019_evaluate(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.usefixtures("trained_gpt")
+def test_the_lines_of_2019_evaluate(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """run_gpt2_eval.py's lines run as they stand, on another checkpoint and with small sizes."""
-    if not (place / "checkpoints/gpt2_345m").is_dir():
-        pytest.skip("needs the checkpoint of the test before")
-    monkeypatch.chdir(place)
     (place / "webtext.json").write_text((place / "my-corpus.json").read_text())
     model = {"--model-path": ("--model-path", "checkpoints/gpt2_345m")}
     modes = {
