@@ -8,7 +8,6 @@ replicas, all make the same number of passes, some with a dummy row.
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -18,31 +17,26 @@ from megatron_lite.engine import Engine
 from megatron_lite.inference.adapters import BASE, AdapterBank
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.slots import Feed, Scored, judge, require_known
+from megatron_lite.inference.turns import (
+    Turn,
+    feeds_of,
+    receive,
+    rows_of,
+    send,
+    words_of_feeds,
+    words_of_rows,
+)
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.mixers.declaration import PerRow
 from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel import comm
 
-_HEAD = 256
-"""Numbers of a turn sent in the first broadcast. A second broadcast sends the rest, for example of a long prompt."""
 IDLE_S = 20.0
 """Seconds that other ranks wait for a turn until rank 0 sends an empty turn."""
 SCORED_TOKENS = 8192
 """Largest number of tokens scored in one pass, padding included."""
 _BLOCK = 512
 """Tokens whose logits exist at a time."""
-
-
-class Turn(IntEnum):
-    """The kinds of turns; the first number of each turn."""
-
-    END = 0
-    EXTEND = 1
-    COPY = 2
-    SCORE = 3
-    IDLE = 4
-    FORGET = 5
-    ADAPT = 6
 
 
 class EngineModel:
@@ -101,14 +95,9 @@ class EngineModel:
             continues = feed.start in (0, self._used[feed.slot])
             assert continues or not self.recurrent, "a state can't drop its last tokens"
         self._adapt(wanted[0])
-        words = [Turn.EXTEND, len(feeds)]
         for feed in feeds:
-            count = len(feed.tokens)
-            words += [feed.slot, feed.start, count]
-            self._used[feed.slot] = feed.start + count
-        for feed in feeds:
-            words += feed.tokens
-        found = self._take(words)
+            self._used[feed.slot] = feed.start + len(feed.tokens)
+        found = self._take([Turn.EXTEND, *words_of_feeds(feeds)])
         assert found is not None, "rank 0 collects the results of all ranks"
         return found
 
@@ -149,13 +138,9 @@ class EngineModel:
         self._adapt(self._adapter(adapter))
         for row in rows:
             require_known(row, self.vocab)
-        lengths = [len(row) for row in rows]
-        words = [Turn.SCORE, top, len(rows), *lengths]
-        for row in rows:
-            words += row
-        found = self._take(words)
+        found = self._take([Turn.SCORE, top, *words_of_rows(rows)])
         assert found is not None, "rank 0 collects the results of all ranks"
-        predicted = [max(length - 1, 0) for length in lengths]
+        predicted = [max(len(row) - 1, 0) for row in rows]
         first_log_prob = 2 + top
         scores = []
         for part in torch.split(found, predicted):
@@ -200,78 +185,53 @@ class EngineModel:
 
     def follow(self) -> None:
         """Compute the turns of rank 0 until it closes."""
-        while (words := self._receive())[0] != Turn.END:
+        while (words := receive(self.grid))[0] != Turn.END:
             self._do(words)
 
     def _take(self, words: list[int]) -> Tensor | None:
-        self._send(words)
+        send(words, self.grid)
         return self._do(words)
-
-    def _send(self, words: list[int]) -> None:
-        world, device = self.grid.group("world"), self.grid.device
-        if world is None:
-            return
-        in_head, rest = words[: _HEAD - 1], words[_HEAD - 1 :]
-        head = torch.zeros(_HEAD, dtype=torch.int64)
-        head[: len(in_head) + 1] = torch.tensor([len(words), *in_head])
-        comm.broadcast(head.to(device), 0, world)
-        if rest:
-            comm.broadcast(torch.tensor(rest, device=device), 0, world)
-
-    def _receive(self) -> list[int]:
-        world, device = self.grid.group("world"), self.grid.device
-        head = torch.empty(_HEAD, dtype=torch.int64, device=device)
-        comm.broadcast(head, 0, world)
-        count, *words = head.tolist()
-        if count >= _HEAD:
-            rest = torch.empty(count - _HEAD + 1, dtype=torch.int64, device=device)
-            comm.broadcast(rest, 0, world)
-            words += rest.tolist()
-        return words[:count]
 
     def _do(self, words: list[int]) -> Tensor | None:
         """Compute a turn. Collective: the same turn on every rank."""
         turn, rest = words[0], words[1:]
         with torch.inference_mode():
             if turn == Turn.EXTEND:
-                return self._extend(_feeds(rest))
+                return self._extend(feeds_of(rest))
             if turn == Turn.SCORE:
-                top, count = rest[:2]
-                rows = _split(rest[2 + count :], rest[2 : 2 + count])
-                return self._score(rows, top)
+                return self._score(rows_of(rest[1:]), top=rest[0])
             if turn == Turn.COPY:
-                used = rest[0]
-                if self.grid.dp_rank == 0:  # this replica holds all slots of `copied`
-                    sources, targets = (
-                        [slot // self.grid.dp for slot in part] for part in _halves(rest[1:])
-                    )
-                    self.cache.copy(sources, targets, used)
+                self._copy(rest[1:], used=rest[0])
             if turn == Turn.ADAPT:
                 assert self.adapters is not None
                 self.adapters.select(rest[0])
             if turn == Turn.FORGET:
-                self.cache.forget(
-                    [
-                        slot // self.grid.dp
-                        for slot in rest
-                        if slot % self.grid.dp == self.grid.dp_rank
-                    ]
-                )
+                self._forget(rest)
         return None
+
+    def _copy(self, slots: list[int], used: int) -> None:
+        """Copy `used` tokens between slots of `copied`. slots: the sources, then the targets."""
+        if self.grid.dp_rank != 0:  # the first replica holds all slots of `copied`
+            return
+        own = [slot // self.grid.dp for slot in slots]
+        count = len(own) // 2
+        self.cache.copy(own[:count], own[count:], used)
+
+    def _forget(self, slots: list[int]) -> None:
+        dp, dp_rank = self.grid.dp, self.grid.dp_rank
+        own = [slot // dp for slot in slots if slot % dp == dp_rank]
+        self.cache.forget(own)
 
     def _extend(self, feeds: list[Feed]) -> Tensor:
         """Return float32 [feeds, vocabulary]; valid at least on rank 0."""
         dp = self.grid.dp
-        shares = [
-            [number for number, feed in enumerate(feeds) if feed.slot % dp == replica]
-            for replica in range(dp)
-        ]
-        groups = [
-            list(
-                _fitting([feeds[number] for number in share], self.length, pads=not self.recurrent)
-            )
-            for share in shares
-        ]
+        shares: list[list[int]] = [[] for _ in range(dp)]
+        for number, feed in enumerate(feeds):
+            shares[feed.slot % dp].append(number)
+        groups = []
+        for share in shares:
+            its_feeds = [feeds[number] for number in share]
+            groups.append(list(_fitting(its_feeds, self.length, pads=not self.recurrent)))
         # Slot s of the model is slot s // dp of replica s % dp.
         mine = [Feed(feed.slot // dp, feed.start, feed.tokens) for feed in feeds]
         own = shares[self.grid.dp_rank]
@@ -383,31 +343,17 @@ class EngineModel:
         return made.cpu()
 
 
-def _halves(words: list[int]) -> tuple[list[int], list[int]]:
-    return words[: len(words) // 2], words[len(words) // 2 :]
-
-
-def _feeds(words: list[int]) -> list[Feed]:
-    count = words[0]
-    slots, starts, counts = (words[1 + which : 1 + 3 * count : 3] for which in range(3))
-    rows = _split(words[1 + 3 * count :], counts)
-    return [
-        Feed(slot, start, tuple(row)) for slot, start, row in zip(slots, starts, rows, strict=True)
-    ]
-
-
-def _split(words: list[int], counts: Sequence[int]) -> list[list[int]]:
-    parts = iter(words)
-    return [[next(parts) for _ in range(count)] for count in counts]
-
-
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
     """Return int64 [rows, longest]. Padding is at the end, where causal attention does not reach it.
 
     Padding repeats the row's own last token. Another token's values, if they are NaN, would get into the row's sums.
     """
     longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows])
+    padded = []
+    for row in rows:
+        padding = [row[-1]] * (longest - len(row))
+        padded.append([*row, *padding])
+    return torch.tensor(padded)
 
 
 def _fitting(feeds: Sequence[Feed], length: int, *, pads: bool) -> Iterator[list[int]]:

@@ -81,6 +81,7 @@ ROOMS = {
             "megatron_lite.inference.prompts",
             "megatron_lite.inference.sampling",
             "megatron_lite.inference.slots",
+            "megatron_lite.inference.turns",
         ),
         ("megatron_lite.checkpoint",),
         ("megatron_lite.engine",),
