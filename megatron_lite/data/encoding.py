@@ -135,7 +135,8 @@ class Encoder:
         try:
             found = self._tokenizer.tokenize(text)
         except (ValueError, TypeError) as error:
-            raise BadRecord(f"its {key!r} can't be tokenized: {error}") from error
+            why = HALF_CHARACTER if has_half_character(text) else error
+            raise BadRecord(f"its {key!r} can't be tokenized: {why}") from error
         wrong = (
             [
                 token
@@ -150,6 +151,18 @@ class Encoder:
                 f"its {key!r} has token {wrong[0]}, the vocabulary {self._tokenizer.vocab_size:,}"
             )
         return found
+
+
+HALF_CHARACTER = "it has half of a surrogate pair, which is no character"
+
+
+def has_half_character(value: Any) -> bool:
+    """Return whether a text in a value of JSON has half of a surrogate pair. JSON allows it, no tokenizer accepts it."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def read_fields(record: bytes | Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
-from megatron_lite.data.encoding import BadRecord, read_fields
+from megatron_lite.data.encoding import (
+    HALF_CHARACTER,
+    BadRecord,
+    has_half_character,
+    read_fields,
+)
 from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import Chat, Plain, read_record
 from megatron_lite.data.finetuning.pairs import read_pair
@@ -143,7 +148,7 @@ def read_examples(
             try:
                 found = encoder.encode_pair(record) if options.pairs else [encoder.encode(record)]
             except (BadRecord, ValueError, TypeError) as error:
-                raise CorruptCheckpoint(f"{record.where}: {error}") from error
+                raise CorruptCheckpoint(f"{record.where}: {_reason(record, error)}") from error
             for made in found:
                 tokens.append(np.array(made.ids, np.int32))
                 learned.append(np.array(made.learned, bool))
@@ -156,6 +161,15 @@ def read_examples(
     return Examples(
         *joined, encoder.unread, encoder.plain_chats // (2 if options.pairs else 1), encoder.equal
     )
+
+
+def _reason(record: Record, error: Exception) -> object:
+    """The reason why a record is not an example: a tokenizer's own message about half a character doesn't name it."""
+    try:
+        fields = record.content if isinstance(record.content, str) else read_fields(record.content)
+    except BadRecord:
+        return error
+    return HALF_CHARACTER if has_half_character(fields) else error
 
 
 class _Encoder:

@@ -23,7 +23,8 @@ from megatron_lite.data.finetuning.examples import (
 from megatron_lite.data.finetuning.packing import pack
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.samples import Dataset
-from megatron_lite.data.tokenizer import NullTokenizer
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
+from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 
 EOD = 100
 TOKENIZER = NullTokenizer(EOD)
@@ -161,6 +162,7 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
         ),
         ({"messages": [{"role": "assistant", "content": "1", "weight": 0}]}, "loss weight"),
         ({"conversations": [{"from": "human"}]}, 'has no "content"'),
+        ({"text": "1 \ud800"}, "half of a surrogate pair, which is no character"),
     ],
     ids=str,
 )
@@ -169,6 +171,21 @@ def test_a_record_that_is_no_example_is_reported_with_its_line(
 ) -> None:
     with pytest.raises(CorruptCheckpoint, match=rf"examples\.jsonl:2: .*{words}"):
         read(tmp_path, [{"text": "1"}, record])
+
+
+def test_half_a_character_in_a_chat_is_reported_in_these_words(tmp_path: Path) -> None:
+    """A tokenizer reports it as an input of a wrong type."""
+    save_tokenizer(tmp_path / "tokenizer", MARKED["chatml"])
+    chat = {
+        "messages": [
+            {"role": "user", "content": "1?"},
+            {"role": "assistant", "content": "one \ud800"},
+        ]
+    }
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat))
+    tokenizer = HuggingFaceTokenizer(str(tmp_path / "tokenizer"))
+    with pytest.raises(CorruptCheckpoint, match=r"jsonl:1: it has half of a surrogate pair"):
+        read_examples([str(tmp_path / "chats.jsonl")], tokenizer)
 
 
 def test_the_form_can_be_named_and_null_or_empty_fields_are_none(tmp_path: Path) -> None:
