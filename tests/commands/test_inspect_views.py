@@ -235,6 +235,7 @@ def test_the_picture_names_a_single_expert_of_a_rank_once(tmp_path: Path) -> Non
     megaconv.convert(MIXTURE, tmp_path / "ep4", saver="core", tp=1, pp=1, ep=4, etp=1)
     shown_text = run("inspect", tmp_path / "ep4", "--layout").out
     assert "experts of each layer: ep 0: 0, ep 1: 1, ep 2: 2, ep 3: 3" in shown_text
+    assert "all weights but the experts' are on 4 data-parallel ranks" in shown_text
 
 
 def test_a_layout_of_an_unknown_model_is_refused(tmp_path: Path) -> None:

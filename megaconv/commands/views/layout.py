@@ -93,7 +93,8 @@ class LayoutView:
         layers = self.config.layer_count
         per_column = -(-layers // _WIDEST)
         scale = f", {per_column} to a column" if per_column > 1 else ""
-        yield f"{'':<8}layers 0-{layers - 1}{scale}"
+        numbers = _first_to_last(range(layers))
+        yield f"{'':<8}layers {numbers}{scale}"
         for pp_rank in range(self.layout.pp):
             parameters = self.shares[pp_rank].parameters
             size = readable(parameters * self.itemsize)
@@ -140,6 +141,9 @@ class LayoutView:
         if self.config.experts.count:
             parts = f"; each in {etp} parts (etp)" if etp > 1 else ""
             yield f"experts of each layer: {self._ranges_of_experts()}{parts}"
+            replicas = self.ranks // (tp * self.layout.pp)
+            if replicas > 1:
+                yield f"all weights but the experts' are on {replicas} data-parallel ranks"
 
     def _ranges_of_experts(self) -> str:
         """The experts of the first ranks and of the last rank."""
