@@ -58,7 +58,7 @@ def test_sentencepiece_replaces_a_tokenizer_that_transformers_misreads(
     tmp_path: Path,
 ) -> None:
     shutil.copy(LLAMA / "tokenizer.model", tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     (tmp_path / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     )
