@@ -22,7 +22,11 @@ from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files
 from megaconv.megatron.distributed.chunks import PlannedChunk
 from megaconv.megatron.distributed.global_model import GlobalModel, PlacedObject
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm, choose_form
-from megaconv.megatron.optimizer.training_output import OutputTraining, output_training
+from megaconv.megatron.optimizer.training_output import (
+    OutputTraining,
+    output_training,
+    with_form_notice,
+)
 from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration
 from megaconv.megatron.rank_files.plan import megatron_args, tracker_and_sidecars
 from megaconv.megatron.states.hybrid_form import writes_hybrid
@@ -49,6 +53,8 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
         header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer)
     )
     optimizer = choose_form(kept, options)
+    if not optimizer.distributed:
+        kept = with_form_notice(kept, options)
     vars(arguments).update(kept.arguments(distributed=optimizer.distributed))
     model = GlobalModel.of(
         header,

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from formats.pickle_records import NumpyArray
@@ -14,11 +14,11 @@ from megaconv.megatron.optimizer.plan import OptimizerWriter
 from megaconv.model.ir import Header
 from megaconv.model.layout import Layout
 from megaconv.model.training import ADAM, MOMENTUM, TrainingState
+from megaconv.options import SaveOptions
 
-NO_DISTRIBUTED_OPTIMIZER = (
-    "the source's run has --use-distributed-optimizer, and the output's optimizer state is for runs without it: give convert "
-    "--use-distributed-optimizer too if the next run has it"
-)
+_OTHER_FORM = "the source's run has --use-distributed-optimizer, and the output's optimizer state is for runs without it: "
+_ASK_FOR_IT = "give convert --use-distributed-optimizer too if the next run has it"
+_NOT_IN_ZARR = "zarr checkpoints have no other form, so leave the flag out of the next run, or write another format"
 ENCODER_STAGES = (
     "if an encoder has separate pipeline stages, Megatron's distributed optimizer lays out copies of the embedding in a way "
     "that is not supported: its state is neither read nor written"
@@ -119,6 +119,16 @@ def output_training(
             *notices,
         )
     return OutputTraining(training, writer, rng, notices)
+
+
+def with_form_notice(kept: OutputTraining, options: SaveOptions) -> OutputTraining:
+    """The training state of an output without the form of a distributed optimizer. A notice says so if the source's run
+    has one and the options don't choose a form."""
+    was_distributed = kept.training.arguments.get("use_distributed_optimizer")
+    if kept.writer is None or not was_distributed or options.distributed_optimizer is not None:
+        return kept
+    remedy = _NOT_IN_ZARR if options.ckpt_format == "zarr" else _ASK_FOR_IT
+    return replace(kept, notices=(*kept.notices, _OTHER_FORM + remedy))
 
 
 def _without_rng(*, at_other_layout: bool, keeps_rng: bool) -> str:

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -26,9 +26,9 @@ from megaconv.megatron.optimizer.plan import Parameter, Piece, once
 from megaconv.megatron.optimizer.plan import Planned as PlannedOptimizer
 from megaconv.megatron.optimizer.shared_embeddings import is_shared, shared_tensors
 from megaconv.megatron.optimizer.training_output import (
-    NO_DISTRIBUTED_OPTIMIZER,
     OutputTraining,
     output_training,
+    with_form_notice,
 )
 from megaconv.megatron.rank_files.iteration import (
     at_iteration,
@@ -103,9 +103,7 @@ def plan_ranks(
         header, layout, keeps_rng=True, distributed=bool(options.distributed_optimizer)
     )
     vars(arguments).update(kept.arguments(distributed=bool(options.distributed_optimizer)))
-    was_distributed = kept.training.arguments.get("use_distributed_optimizer")
-    if kept.writer is not None and was_distributed and options.distributed_optimizer is None:
-        kept = replace(kept, notices=(*kept.notices, NO_DISTRIBUTED_OPTIMIZER))
+    kept = with_form_notice(kept, options)
     return _Planner(
         header, options, layout, style, arguments.padded_vocab_size, arguments, kept
     ).plan()
