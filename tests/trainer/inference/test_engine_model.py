@@ -340,6 +340,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_cache": False,  # with a cache, transformers doesn't limit the time steps of new tokens
         },
     ),
+    "lara_mini": (
+        "lara_mini",
+        {
+            **DELTA_NETS,
+            "layer_types": [
+                "linear_attention",
+                "sliding_attention",
+                "full_attention",
+                "linear_attention",
+            ],
+            "sliding_window": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", DELTA_NETS),
     "qwen3_next": (
         "qwen3_next",
@@ -453,7 +470,7 @@ LAYOUTS = {
 }  # fmt: skip
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
-    *("nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
+    *("lara_mini", "nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
     *("mimo_v2_flash", "laguna", "step3p5", "kimi_linear"),
 )
 FITTING = [
