@@ -237,8 +237,10 @@ def test_the_language_model_computes_the_same_by_itself_and_goes_back_into_the_o
     whole = create(model, original)
     tokens = torch.randint(7, 120, (2, 12), generator=torch.Generator().manual_seed(3))
     megaconv.convert(original, tmp_path / "alone", saver="hf", text_only=True)
+    # transformers 5.24's class of the whole Llama 4 fails at any input: it asks its output for images that it doesn't hold.
+    inside = whole.language_model if name == "llama4" else whole
     torch.testing.assert_close(
-        compute(load(tmp_path / "alone"), tokens), compute(whole, tokens), rtol=0, atol=2e-5
+        compute(load(tmp_path / "alone"), tokens), compute(inside, tokens), rtol=0, atol=2e-5
     )
     report = megaconv.convert(
         original, tmp_path / "core", saver="core", text_only=True, **model.layout

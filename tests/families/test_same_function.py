@@ -87,7 +87,7 @@ FOLLOWS = {
     **dict.fromkeys(
         ("ngrams.size", "ngrams.heads", "ngrams.vocab", "ngrams.multiple"), ("layers.ngram_rows",)
     ),
-    "layers.mixer": ("layers.window", "layers.indexed", "layers.ngram_rows"),
+    "layers.mixer": ("layers.window", "layers.rotates", "layers.indexed", "layers.ngram_rows"),
     "layers.ffn": ("use_double_wide_mlp",),
     "layers.keys_as_values": ("layers.kv_heads",),
     "layers.window": (
