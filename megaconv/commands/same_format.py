@@ -35,9 +35,8 @@ def in_the_same_format(load_dir: str | Path, options: ConvertOptions) -> tuple[s
     place = resolve(load_dir)
     if isinstance(place, Path) and not place.exists():
         raise nothing_at(place)
-    found = input_at(
-        load_dir, place, options.loader, options.load
-    )  # an unknown input is the first error
+    # Before the messages about formats, because an unknown input is the first error.
+    found = input_at(load_dir, place, options.loader, options.load)
     version = rank_files.find_version(place) if isinstance(place, Path) else None
     if version is None or (version / RUN_CONFIG).is_file():
         raise _no_saver()

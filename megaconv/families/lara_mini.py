@@ -7,23 +7,24 @@ weight alone, attention has no gate of its output, and the shared expert has no 
 modeling_lara_mini.py and conversion_mapping.py of transformers 5.24.
 """
 
-from megaconv.errors import NotExpressible
+from itertools import cycle, islice
+
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, SILU, decoder_keys
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, ROPE_FREQUENCIES
-from megaconv.families.parts.delta_net import linear_rows
+from megaconv.families.parts.delta_net import delta_net_sizes, linear_rows
 from megaconv.families.parts.experts import MOE_NORM, QWEN_EXPERTS, shared_expert_rows
+from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import (
-    CONFIG_NAME,
     Fields,
     Keys,
     Raw,
     flags,
     follows,
     need_size,
-    require_each_layer,
     size,
 )
+from megaconv.families.parts.layer_mixers import LAYER_TYPES, layer_words
 from megaconv.families.parts.mamba_and_mlp import rows_of
 from megaconv.families.parts.row_changes import in_all_forms, in_core, respelled
 from megaconv.model.config import ModelConfig
@@ -32,21 +33,16 @@ from megaconv.model.subjects import LayerKind
 from megaconv.model.table import Fused, Spelling, Stacked
 
 _LINEAR, _MLP = "model.layers.{l}.linear_attn.", "model.layers.{l}.mlp."
-_OUT_NORM = "decoder.layers.{l}.self_attention.out_norm.weight"
 _NAMES: dict[str, dict[str, Spelling | str]] = {
-    "layers.{l}.linear.out_norm.weight": {
-        "hf": _LINEAR + "out_norm.weight",
-        "core": _OUT_NORM,
-        "core_local": _OUT_NORM,
-        "core_local_keys": _OUT_NORM,
-    },
+    "layers.{l}.linear.out_norm.weight": {"hf": _LINEAR + "out_norm.weight"},
 }
 _STACKED: dict[str, Spelling] = {
     "layers.{l}.mlp.experts.{e}.{gate|up}.weight": Stacked(_MLP + "experts.gate_up_proj"),
     "layers.{l}.mlp.experts.{e}.down.weight": Stacked(_MLP + "experts.down_proj"),
 }
 """transformers reads no other form of this architecture's experts."""
-_DELTA_NETS = respelled(linear_rows(Fused(_LINEAR + "in_proj.weight")), _NAMES)
+_PROJECTIONS = Fused(_LINEAR + "in_proj.weight")
+_DELTA_NETS = respelled(linear_rows(_PROJECTIONS, zero_centered=False), _NAMES)
 _SHARED = shared_expert_rows(
     "mlp.shared_expert.{gate_proj|up_proj}.weight", "mlp.shared_expert.down_proj.weight"
 )
@@ -58,25 +54,14 @@ ROWS = in_core(
 _LINEAR_WORD, _WINDOWED, _FULL = "linear_attention", "sliding_attention", "full_attention"
 _USUAL = (_LINEAR_WORD, _WINDOWED, _LINEAR_WORD, _FULL, _WINDOWED)
 """The words of the first layers if `layer_types` is missing. They repeat."""
-_TYPES, _WINDOW = "layer_types", "sliding_window"
+_WINDOW = "sliding_window"
 _USUAL_WINDOW = 512
 
 
-def _words(raw: Raw) -> list[str]:
-    """The word for each layer."""
-    layers = need_size(raw, "num_hidden_layers")
-    words: list[str] = raw.get(_TYPES) or [_USUAL[layer % len(_USUAL)] for layer in range(layers)]
-    for word in words:
-        if word not in _USUAL:
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {_TYPES} has {word!r}, which this architecture doesn't support"
-            )
-    require_each_layer(_TYPES, words, layers)
-    return words
-
-
 def _read_layers(raw: Raw) -> Fields:
-    words = _words(raw)
+    layers = need_size(raw, "num_hidden_layers")
+    usual = islice(cycle(_USUAL), layers)
+    words = layer_words(raw, _USUAL, layers, lambda: list(usual))
     window = need_size(raw, _WINDOW, _USUAL_WINDOW)
     return {
         "layers.mixer": one_or_each(
@@ -97,7 +82,7 @@ def _word(kind: LayerKind) -> str:
 
 def _write_layers(config: ModelConfig) -> Raw:
     return {
-        _TYPES: [_word(kind) for kind in config.layers],
+        LAYER_TYPES: [_word(kind) for kind in config.layers],
         _WINDOW: config.window or _USUAL_WINDOW,
     }
 
@@ -107,14 +92,10 @@ _DECODER = decoder_keys(
     positions=131072, kv_heads=4, head_dim=128, tied=True, tokens=(None, 151643, None)
 )
 _KEYS = (
-    *(declared for declared in _DECODER if declared.names != ("intermediate_size",)),
+    *without_keys(_DECODER, "intermediate_size"),
     ATTENTION_BIASES,
-    Keys((_TYPES, _WINDOW), _read_layers, _write_layers),
-    size("linear_num_key_heads", "linear.key_heads", 8),
-    size("linear_num_value_heads", "linear.value_heads", 16),
-    size("linear_key_head_dim", "linear.key_dim", 128),
-    size("linear_value_head_dim", "linear.value_dim", 128),
-    size("linear_conv_kernel_dim", "linear.conv", 4),
+    Keys((LAYER_TYPES, _WINDOW), _read_layers, _write_layers),
+    *delta_net_sizes(key_heads=8, value_heads=16),
     size("num_experts", "experts.count", 128),
     size("num_experts_per_tok", "experts.per_token", 4),
     size("moe_intermediate_size", "experts.ffn", _WIDTH),

@@ -9,6 +9,8 @@ models are converted between Hugging Face's files, and trained; core's names are
 Source: Lfm3Config, modeling_lfm3.py and conversion_mapping.py of transformers 5.23.
 """
 
+from collections.abc import Sequence
+
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.lfm2 import CONVOLUTION
@@ -17,7 +19,6 @@ from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, h
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.key_changes import with_defaults
 from megaconv.families.parts.keys import (
-    CONFIG_NAME,
     Fields,
     Keys,
     Raw,
@@ -25,9 +26,9 @@ from megaconv.families.parts.keys import (
     flags,
     need_size,
     number,
-    require_each_layer,
     size,
 )
+from megaconv.families.parts.layer_mixers import LAYER_TYPES, layer_words
 from megaconv.families.parts.mamba_and_mlp import rows_of
 from megaconv.families.parts.proportional_ropes import KINDS, proportional_ropes
 from megaconv.families.parts.row_changes import in_core, respelled, with_modules, without_biases
@@ -61,7 +62,7 @@ _DECODER = (EMBEDDING, *_ATTENTION, *without_biases(MLP), *HEAD)
 _NAMED = respelled(with_modules(_DECODER, _MODULES), _OF_CLASS)
 ROWS = in_core((*_NAMED, *CONVOLUTION, *_NORMS_AFTER))
 
-_TYPES, _WINDOW = "layer_types", "sliding_window"
+_WINDOW = "sliding_window"
 _USUAL_LAYERS, _USUAL_WINDOW = 24, 256
 _FULL, _WINDOWED = KINDS
 _CONVOLUTION = "conv"
@@ -73,17 +74,11 @@ def _usual_word(layer: int) -> str:
     return _WINDOWED if layer % 4 == 0 and layer > 0 else _CONVOLUTION
 
 
-def _words(raw: Raw) -> list[str]:
+def _words(raw: Raw) -> Sequence[str]:
     """The word for each layer."""
     layers = need_size(raw, "num_hidden_layers", _USUAL_LAYERS)
-    words: list[str] = raw.get(_TYPES) or [_usual_word(layer) for layer in range(layers)]
-    for word in words:
-        if word not in (*KINDS, _CONVOLUTION):
-            raise NotExpressible(
-                f"{CONFIG_NAME}: {_TYPES} has {word!r}, which this architecture doesn't support"
-            )
-    require_each_layer(_TYPES, words, layers)
-    return words
+    usual = (_usual_word(layer) for layer in range(layers))
+    return layer_words(raw, (*KINDS, _CONVOLUTION), layers, lambda: list(usual))
 
 
 def _read_layers(raw: Raw) -> Fields:
@@ -101,11 +96,11 @@ def _write_layers(config: ModelConfig) -> Raw:
     for kind in config.layers:
         if kind.mixer not in ("attention", "convolution"):
             raise NotExpressible(
-                f"the model's layers.mixer has {kind.mixer!r}, which {_TYPES} can't represent"
+                f"the model's layers.mixer has {kind.mixer!r}, which {LAYER_TYPES} can't represent"
             )
         of_attention = _FULL if kind.window is None else _WINDOWED
         words.append(of_attention if kind.mixer == "attention" else _CONVOLUTION)
-    return {_TYPES: words, _WINDOW: config.window or _USUAL_WINDOW}
+    return {LAYER_TYPES: words, _WINDOW: config.window or _USUAL_WINDOW}
 
 
 def _kinds(raw: Raw) -> tuple[str, ...]:
@@ -124,7 +119,7 @@ _KEYS = (
     number("norm_eps", "norm.epsilon", 1e-5),
     *_HEADS,
     proportional_ropes(theta=1e6, share=0.5, local_theta=1e4, beside=1e6, needed=_kinds),
-    Keys((_TYPES, _WINDOW), _read_layers, _write_layers),
+    Keys((LAYER_TYPES, _WINDOW), _read_layers, _write_layers),
     choice("use_sandwich_norm", "norm.place", {True: "both", False: "before"}, True),
     flags("use_attention_gate", ("attention.head_gate",), default=True),
     ATTENTION_BIASES,

@@ -33,20 +33,14 @@ from megaconv.model.table import Separate, Spelling
 
 _HF = "model.layers.{l}."
 _LINEAR = _HF + "linear_attn."
-_OUT_NORM = "decoder.layers.{l}.self_attention.out_norm.weight"
 _NAMES: dict[str, dict[str, Spelling]] = {
     "layers.{l}.input_norm.weight": {"hf": _HF + "attention_layer_norm.weight"},
     "layers.{l}.linear.conv.{q|k|v}.weight": {"hf": Separate(_LINEAR + "{q|k|v}_conv1d.weight")},
-    "layers.{l}.linear.out_norm.weight": {
-        "hf": _LINEAR + "o_norm.weight",
-        "core": _OUT_NORM,
-        "core_local": _OUT_NORM,
-        "core_local_keys": _OUT_NORM,
-    },
+    "layers.{l}.linear.out_norm.weight": {"hf": _LINEAR + "o_norm.weight"},
     "layers.{l}.linear.o.weight": {"hf": _LINEAR + "o_proj.weight"},
 }
 _PROJECTIONS = Separate(_LINEAR + "{q_proj|k_proj|v_proj|g_proj|b_proj|a_proj}.weight")
-_DELTA_NETS = respelled(linear_rows(_PROJECTIONS), _NAMES)
+_DELTA_NETS = respelled(linear_rows(_PROJECTIONS, zero_centered=False), _NAMES)
 _MLP_NORM = MLP[0].renamed(hf=_HF + "feedforward_layer_norm.weight")
 _AFTER = norms_at(
     normed_over_all_heads(ATTENTION),

@@ -7,6 +7,7 @@ from megaconv.families import Family
 from megaconv.families.parts.decoder_rows import HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.delta_net import HYBRID, HYBRID_FEATURES, HYBRID_ONLY, hybrid_keys
 from megaconv.families.parts.experts import MOE_NORM, QWEN_EXPERTS, QWEN_SHARED
+from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import follows, need_size, size
 from megaconv.families.parts.mtp import OF_QWEN
 from megaconv.families.parts.row_changes import in_core
@@ -15,7 +16,7 @@ from megaconv.families.qwen3_5 import MIXERS
 _ROWS = (*MIXERS, MOE_NORM, *QWEN_EXPERTS, *QWEN_SHARED, *HEAD)
 _WIDTH = 512
 _KEYS = (
-    *(declared for declared in hybrid_keys(kv_heads=2) if declared.names != ("intermediate_size",)),
+    *without_keys(hybrid_keys(kv_heads=2), "intermediate_size"),
     size("num_experts", "experts.count", 256),
     size("num_experts_per_tok", "experts.per_token", 8),
     size("moe_intermediate_size", "experts.ffn", _WIDTH),

@@ -2,8 +2,8 @@
 
 torch's and DeepSpeed's schedulers store how often they were called, and keep the shape of the schedule in the run's own
 configuration. Megatron stores the shape, counts samples, keeps the limits of the learning rate in each parameter group,
-fp16's loss scale, and arguments. So outputs have one more entry for these, which PyTorch and DeepSpeed don't look at. It counts only if
-the checkpoint is of the same iteration: a run that went on and kept the entry has outdated it.
+fp16's loss scale, and arguments. So outputs have one more entry for these, which PyTorch and DeepSpeed don't look at. It
+counts only if the checkpoint is of the same iteration: a run that went on and kept the entry has outdated it.
 """
 
 from collections.abc import Mapping, Sequence

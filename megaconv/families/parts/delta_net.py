@@ -47,8 +47,13 @@ GATED_ATTENTION = tuple(
 )
 
 
-def linear_rows(projections: Spelling) -> tuple[Row, ...]:
-    """The rows of a gated delta net. projections: Hugging Face's spelling of q, k, v, z, b and a."""
+def linear_rows(projections: Spelling, *, zero_centered: bool = True) -> tuple[Row, ...]:
+    """The rows of a gated delta net.
+
+    projections: Hugging Face's spelling of q, k, v, z, b and a. zero_centered: True if the model's other norms multiply
+    by their weight + 1.
+    """
+    out_norm = _CORE + "out_norm.weight"
     return (
         Row("layers.{l}.input_norm.weight", ("hidden",), when="linear",
             hf=_HF + "input_layernorm.weight",
@@ -68,9 +73,9 @@ def linear_rows(projections: Spelling) -> tuple[Row, ...]:
             core=_CORE + "{dt_bias|A_log}"),
         Row("layers.{l}.linear.out_norm.weight", ("linear_value_dim",), when="linear",
             hf=_HF + "linear_attn.norm.weight",
-            core=Shifted(_CORE + "out_norm.weight", by=-1),
-            core_local=_CORE + "out_norm.weight",
-            core_local_keys=_CORE + "out_norm.weight"),
+            core=Shifted(out_norm, by=-1) if zero_centered else out_norm,
+            core_local=out_norm,
+            core_local_keys=out_norm),
         Row("layers.{l}.linear.o.weight", (f"hidden {_LINEAR_V}",), tp=1, when="linear",
             hf=_HF + "linear_attn.out_proj.weight",
             core=_CORE + "out_proj.weight"),
@@ -99,6 +104,17 @@ def _every_fourth(raw: Raw, layers: int) -> list[str]:
     return [linear if (layer + 1) % interval else full for layer in range(layers)]
 
 
+def delta_net_sizes(*, key_heads: int, value_heads: int) -> tuple[Keys, ...]:
+    """The keys of a delta net's sizes. The numbers are the defaults for missing keys."""
+    return (
+        size("linear_num_key_heads", "linear.key_heads", key_heads),
+        size("linear_num_value_heads", "linear.value_heads", value_heads),
+        size("linear_key_head_dim", "linear.key_dim", 128),
+        size("linear_value_head_dim", "linear.value_dim", 128),
+        size("linear_conv_kernel_dim", "linear.conv", 4),
+    )
+
+
 def hybrid_keys(*, kv_heads: int) -> tuple[Keys, ...]:
     """The keys of a hybrid. kv_heads and all numbers here are the defaults for missing keys."""
     return (
@@ -106,11 +122,7 @@ def hybrid_keys(*, kv_heads: int) -> tuple[Keys, ...]:
             positions=32768, kv_heads=kv_heads, head_dim=256, partial=partial_rotation(0.25)
         ),
         layer_mixers(WORDS, _every_fourth, "full_attention_interval"),
-        size("linear_num_key_heads", "linear.key_heads", 16),
-        size("linear_num_value_heads", "linear.value_heads", 32),
-        size("linear_key_head_dim", "linear.key_dim", 128),
-        size("linear_value_head_dim", "linear.value_dim", 128),
-        size("linear_conv_kernel_dim", "linear.conv", 4),
+        *delta_net_sizes(key_heads=16, value_heads=32),
     )
 
 

@@ -1,6 +1,6 @@
 """Keys with a word for the mixer of each layer, such as `layer_types` of hybrids."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from megaconv.errors import NotExpressible
 from megaconv.families.parts.keys import (
@@ -15,6 +15,23 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
 
 LAYER_TYPES = "layer_types"
+
+
+def layer_words(
+    raw: Raw, known: Collection[str], layers: int, otherwise: Callable[[], Sequence[str]]
+) -> Sequence[str]:
+    """layer_types, a word for each layer. otherwise: makes the words if the key is missing.
+
+    Raises NotExpressible for a word that isn't known, CorruptCheckpoint for another number of words than layers.
+    """
+    listed = raw.get(LAYER_TYPES) or otherwise()
+    for word in listed:
+        if word not in known:
+            raise NotExpressible(
+                f"{CONFIG_NAME}: {LAYER_TYPES} has {word!r}, which this architecture doesn't support"
+            )
+    require_each_layer(LAYER_TYPES, listed, layers)
+    return listed
 
 
 def layer_mixers(
@@ -35,13 +52,7 @@ def layer_mixers(
 
     def read(raw: Raw) -> Fields:
         count = need_size(raw, "num_hidden_layers", layers)
-        listed = raw.get(LAYER_TYPES) or otherwise(raw, count)
-        for word in listed:
-            if word not in words:
-                raise NotExpressible(
-                    f"{CONFIG_NAME}: {LAYER_TYPES} has {word!r}, which this architecture doesn't support"
-                )
-        require_each_layer(LAYER_TYPES, listed, count)
+        listed = layer_words(raw, words, count, lambda: otherwise(raw, count))
         return {"layers.mixer": one_or_each(tuple(words[word] for word in listed))}
 
     def write(config: ModelConfig) -> Raw:

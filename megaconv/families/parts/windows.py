@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from megaconv.errors import NotExpressible
 from megaconv.families.parts.computable import require_count
 from megaconv.families.parts.keys import (
     CONFIG_NAME,
@@ -11,8 +10,8 @@ from megaconv.families.parts.keys import (
     Keys,
     Raw,
     need_size,
-    require_each_layer,
 )
+from megaconv.families.parts.layer_mixers import layer_words
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each, per_layer
 
@@ -36,13 +35,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 def windowed_layers(raw: Raw, otherwise: list[str]) -> tuple[int, ...]:
     """The layers with a window, by layer_types. otherwise: the layer_types if the key is missing."""
     layers = need_size(raw, "num_hidden_layers")
-    kinds = raw.get("layer_types") or otherwise
-    for kind in kinds:
-        if kind not in ("sliding_attention", "full_attention"):
-            raise NotExpressible(
-                f"{CONFIG_NAME}: layer_types has {kind!r}, which this architecture doesn't support"
-            )
-    require_each_layer("layer_types", kinds, layers)
+    kinds = layer_words(raw, ("sliding_attention", "full_attention"), layers, lambda: otherwise)
     return tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
 
 
