@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from formats.tensor import LazyTensor, read_tensor
-from megaconv.commands.inspection import Inspection, readable
+from megaconv.commands.inspected import Inspection
+from megaconv.commands.units import readable
 from megaconv.engine.preparation import open_source
 from megaconv.extras import require_torch
 from megaconv.input import find_input

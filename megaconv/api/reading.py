@@ -9,7 +9,7 @@ from megaconv.called import checked
 from megaconv.checkpoint import Checkpoint, open_checkpoint
 from megaconv.commands import comparison, inspection, scanning, verification
 from megaconv.commands.comparison import Diff
-from megaconv.commands.inspection import Inspection
+from megaconv.commands.inspected import Inspection
 from megaconv.commands.scanning import Scan
 from megaconv.commands.verification import Verification
 from megaconv.engine import conversion

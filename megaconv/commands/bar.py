@@ -12,7 +12,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from megaconv.commands.inspection import readable
+from megaconv.commands.units import readable
 
 
 class _Speed(ProgressColumn):

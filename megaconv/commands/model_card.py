@@ -13,7 +13,7 @@ from typing import Any
 from formats.ceilings import SIDECAR_BYTES
 from formats.regular_files import read_small
 from megaconv._version import __version__
-from megaconv.commands.inspection import readable
+from megaconv.commands.units import readable
 from megaconv.engine.record import Record, source_of
 from megaconv.errors import CheckpointError
 from megaconv.model.ir import Header, main_dtype

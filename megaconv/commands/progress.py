@@ -53,7 +53,7 @@ class Progress:
             return due
 
     def _tell(self) -> None:
-        from megaconv.commands.inspection import readable
+        from megaconv.commands.units import readable
 
         speed = self._done / max(time.monotonic() - self._started, 1e-9)
         left = max(self._total - self._done, 0) / max(speed, 1e-9)

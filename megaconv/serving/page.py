@@ -5,7 +5,7 @@ from html import escape
 from urllib.parse import quote
 
 from megaconv.commands.comparison import diff_sources
-from megaconv.commands.inspection import Inspection
+from megaconv.commands.inspected import Inspection
 from megaconv.commands.movement import movement
 from megaconv.commands.units import readable
 from megaconv.commands.views.look import still_page

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import megaconv
-from megaconv.commands.inspection import Inspection
+from megaconv.commands.inspected import Inspection
 from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family, read_config
 from megaconv.model.fields import fields_of

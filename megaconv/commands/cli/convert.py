@@ -190,7 +190,7 @@ def _print_summary(save_dir: str, report: Any) -> None:
 
 def _amounts(report: Any) -> Iterator[str]:
     """The number of parameters, the size of the output, and the time that it took."""
-    from megaconv.commands.inspection import readable
+    from megaconv.commands.units import readable
 
     speed = readable(int(report.header.nbytes / max(report.seconds, 1e-9)))
     yield f"{report.parameters:,} parameters"
@@ -209,7 +209,7 @@ def _print_from_base(report: Any) -> None:
 
 
 def _dry_run(request: Request) -> None:
-    from megaconv.commands.inspection import readable
+    from megaconv.commands.units import readable
     from megaconv.engine.conversion import rehearse
 
     report = rehearse(request.load_dir, request.save_dir, request.saver, request.options)

@@ -57,7 +57,7 @@ def push(
 
 
 def print_push(report: "PushReport", as_json: bool) -> None:
-    from megaconv.commands.inspection import readable
+    from megaconv.commands.units import readable
 
     if as_json:
         print_json(report.to_json())

@@ -5,7 +5,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from megaconv.commands.comparison import Diff
-from megaconv.commands.inspection import Inspection
+from megaconv.commands.inspected import Inspection
 from megaconv.commands.movement import Movement
 from megaconv.commands.survey import Survey
 from megaconv.commands.views import layout

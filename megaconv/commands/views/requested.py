@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from formats.tensor import LazyTensor
 from megaconv import registry
-from megaconv.commands.inspection import Inspection
+from megaconv.commands.inspected import Inspection
 from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
 from megaconv.commands.units import readable
