@@ -9,7 +9,7 @@ from megaconv.called import checked
 from megaconv.commands import cleaning, sealing
 from megaconv.commands import push as pushing
 from megaconv.commands.cleaning import Cleaned
-from megaconv.commands.push import PushReport
+from megaconv.commands.hub_commit import PushReport
 from megaconv.commands.sealing import Seal
 from megaconv.engine import conversion
 from megaconv.engine.report import Report

@@ -13,7 +13,7 @@ from megaconv.options import PushOptions
 from megaconv.terminal import show
 
 if TYPE_CHECKING:
-    from megaconv.commands.push import PushReport
+    from megaconv.commands.hub_commit import PushReport
 
 Directory = Annotated[
     str,

@@ -1,0 +1,89 @@
+"""The files of a push, and their hashes as the Hub reports them.
+
+    LFS or xet      lfs.sha256 is the file's SHA-256, lfs.size its size
+    others          blob_id is git's SHA-1: over `blob SIZE`, a zero byte, and the content
+
+Folders of git and of a cache are never pushed.
+"""
+
+import hashlib
+import os
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megaconv.errors import UnsafeContent, UsageError
+from megaconv.options import PushOptions
+
+_READ = 8 << 20
+
+
+class Hashes(NamedTuple):
+    """Size and hashes of a file to be pushed."""
+
+    size: int
+    sha256: str
+    blob_id: str
+    """git's hash of the file."""
+
+
+def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
+    """All files below a directory that are to be pushed.
+
+    Raises UnsafeContent for a link that leads out of the directory.
+    """
+    found: dict[str, Path] = {}
+    top = path.resolve()
+    for folder, folders, names in os.walk(path):
+        folders[:] = sorted(
+            name for name in folders if not name.startswith(".git") and name != ".cache"
+        )
+        for name in sorted(names):
+            file = Path(folder) / name
+            below = file.relative_to(path).as_posix()
+            if not _is_asked_for(below, options):
+                continue
+            real = file.resolve()
+            if top not in real.parents and real.parent.name != "blobs":
+                # Links to `blobs` are those of the Hub's own cache.
+                raise UnsafeContent(
+                    f"{file}: is a link to {real}, outside of the directory that is pushed"
+                )
+            if not real.is_file():
+                raise UsageError(f"{file}: is not a regular file")
+            found[below] = file
+    if not found:
+        raise UsageError(f"{path}: has no file that --include and --exclude leave to push")
+    return found
+
+
+def _is_asked_for(name: str, options: PushOptions) -> bool:
+    included = not options.include or any(fnmatch(name, pattern) for pattern in options.include)
+    return included and not any(fnmatch(name, pattern) for pattern in options.exclude)
+
+
+def hashes_of_file(file: Path) -> Hashes:
+    size = file.stat().st_size
+    sha256, blob = hashlib.sha256(), _git_hash(size)
+    with file.open("rb") as content:
+        while block := content.read(_READ):
+            sha256.update(block)
+            blob.update(block)
+    return Hashes(size, sha256.hexdigest(), blob.hexdigest())
+
+
+def hashes_of_content(content: bytes) -> Hashes:
+    blob = _git_hash(len(content))
+    blob.update(content)
+    return Hashes(len(content), hashlib.sha256(content).hexdigest(), blob.hexdigest())
+
+
+def _git_hash(size: int) -> Any:
+    return hashlib.sha1(f"blob {size}\0".encode(), usedforsecurity=False)
+
+
+def arrived(entry: Any, hashes: Hashes) -> bool:
+    """True if the Hub's entry of a file has its size and hash. entry: of huggingface_hub's get_paths_info."""
+    if entry.lfs is not None:
+        return (entry.lfs.sha256, entry.lfs.size) == (hashes.sha256, hashes.size)
+    return (entry.blob_id, entry.size) == (hashes.blob_id, hashes.size)
