@@ -22,20 +22,16 @@ next run restores or removes the content of the staging directory.
 """
 
 import contextlib
-import ctypes
-import errno
 import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from stat import S_ISREG
-from threading import Lock
 from typing import Any
 
-from formats import allocation, run_lock, signals
-from formats.errors import CheckpointError, NotEnoughSpace, TargetExists, UnsafeContent
-from formats.full_writes import write_at
+from formats import run_lock, signals
+from formats.errors import CheckpointError, NotEnoughSpace, TargetExists
 from formats.growing_file import GrowingDiskFile
 from formats.journal import Journal, changes, warn_of_discarded
 from formats.output import Unwritten
@@ -49,92 +45,11 @@ from formats.renames import (
     sync_directory,
 )
 from formats.run_lock import RunLock
-from formats.tensor import Bytes
+from formats.staged_file import StagedFile, write_error
 
 _SUFFIX = ".megaconv-partial"
 _PROBE = "probe"
-_WRITEBACK_BYTES = 16 << 20
-"""Bytes of a file that are on their way to the disk together."""
-_SYNC_FILE_RANGE_WRITE = 2
-# None on systems other than Linux.
-_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
 _log = logging.getLogger("megaconv")
-
-
-def _explain(error: OSError, path: Path) -> CheckpointError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NotEnoughSpace(
-            f"{path}: the disk is full; free some space or choose another place, nothing was left behind"
-        )
-    if error.errno == errno.ELOOP:
-        return UnsafeContent(
-            f"{path}: is a link, which an output is never written through; remove it"
-        )
-    return CheckpointError(f"{path}: can't be written: {error.strerror or error}")
-
-
-class StagedFile:
-    """An output file of known size. Any thread may write at any position."""
-
-    def __init__(self, path: Path, size: int, *, keep: bool) -> None:
-        self.path = path
-        self._writing = Lock()
-        self._waiting = 0
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = (
-                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if keep else os.O_TRUNC)
-            )
-            self._descriptor = os.open(path, flags, 0o666)
-        except OSError as error:
-            raise _explain(error, path) from error
-        try:
-            allocation.allocate(self._descriptor, size)
-        except OSError as error:
-            with contextlib.suppress(CheckpointError):
-                self.close()
-            raise _explain(error, path) from error
-
-    def write(self, offset: int, data: Bytes | bytes) -> None:
-        """Write contiguous bytes at their offset. From time to time, start the way of all bytes to the disk."""
-        view = memoryview(data) if isinstance(data, bytes) else data.data.cast("B")
-        try:
-            # The kernel lets one thread write a file and others spin. With this lock they sleep, and free a processor.
-            with self._writing:
-                write_at(self._descriptor, view, offset)
-                self._waiting += len(view)
-                are_many = self._waiting >= _WRITEBACK_BYTES
-                if are_many:
-                    self._waiting = 0
-        except OSError as error:
-            raise _explain(error, self.path) from error
-        if are_many:
-            self._start_writeback()
-
-    def _start_writeback(self) -> None:
-        """Keep the disk busy from the beginning, so the final fsync has little left to do. This is only a hint."""
-        if _sync_file_range is not None:
-            start, to_the_end = ctypes.c_int64(0), ctypes.c_int64(0)
-            _sync_file_range(self._descriptor, start, to_the_end, _SYNC_FILE_RANGE_WRITE)
-
-    def holds(self, start: int, end: int) -> bool:
-        """True: sync() brings any range to the disk."""
-        return True
-
-    def sync(self) -> None:
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise _explain(error, self.path) from error
-
-    def close(self) -> None:
-        """Close the file. It may be called again, even after an error: the descriptor may then belong to another file."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            try:
-                os.close(descriptor)
-            except OSError as error:
-                raise _explain(error, self.path) from error
 
 
 class Staging:
@@ -212,7 +127,7 @@ class Staging:
                 f"{self.target}: another run is writing it just now", code="target-busy"
             ) from None
         except OSError as error:
-            raise _explain(error, self.root) from error
+            raise write_error(error, self.root) from error
 
     def _recover(self) -> None:
         """Restore an output that a killed run had moved aside to replace it."""
@@ -271,14 +186,14 @@ class Staging:
 
     def grow(self, name: str, most_bytes: int) -> GrowingDiskFile:
         """A new file of the output that grows at its end. most_bytes: not needed."""
-        return GrowingDiskFile(self.data / name, _explain)
+        return GrowingDiskFile(self.data / name, write_error)
 
     def record(self, entries: list[dict[str, Any]]) -> None:
         """Append to the journal. The data that the entries describe has to be on disk before."""
         try:
             self._journal.append(entries)
         except OSError as error:
-            raise _explain(error, self.root) from error
+            raise write_error(error, self.root) from error
 
     def fail(self, error: BaseException) -> None:
         """Nothing to do: no writer waits for another."""
@@ -302,25 +217,25 @@ class Staging:
         A signal that arrives too late to stop the commit is delivered at its end; `committed` is then true.
         """
         self.finish()
-        with self._explained():
+        with self.write_errored():
             for directory in sorted(path for path in self.data.rglob("*") if path.is_dir()):
                 sync_directory(directory)
             sync_directory(self.data)
-        with signals.held(), self._explained():
+        with signals.held(), self.write_errored():
             self._remove_journals()
             self._take_place()
             self.committed = True
             self.discard()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def write_errored(self) -> Iterator[None]:
         try:
             yield
         except NotPutBack as error:
             self.keep()
             raise CheckpointError(f"{self.target}: can't be replaced: {error.strerror}") from error
         except OSError as error:
-            raise _explain(error, self.target) from error
+            raise write_error(error, self.target) from error
 
     def _remove_journals(self) -> None:
         for journal in self.root.glob("journal*.jsonl"):

@@ -1,6 +1,6 @@
 """A file of an output in a store: bytes at any position become parts, and a complete part is sent at once.
 
-`PartFile` has the interface of `formats.staging.StagedFile`. A part is complete when all of its bytes are written that
+`PartFile` has the interface of `formats.staged_file.StagedFile`. A part is complete when all of its bytes are written that
 are neither a gap nor written before. Parts that the store has from an earlier run are not sent again.
 """
 

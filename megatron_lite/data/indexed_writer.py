@@ -15,7 +15,7 @@ import numpy as np
 
 from formats.errors import TargetExists
 from formats.renames import sync_directory
-from formats.staging import StagedFile
+from formats.staged_file import StagedFile
 from megaconv.errors import UsageError
 from megatron_lite.data.indexed import (
     CODES,

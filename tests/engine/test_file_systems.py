@@ -11,7 +11,8 @@ import pytest
 
 from formats import allocation
 from formats.errors import CheckpointError
-from formats.staging import StagedFile, Staging
+from formats.staged_file import StagedFile
+from formats.staging import Staging
 from tests.models import write_llama
 from tests.runs import assert_refused, run, snapshot, unchanged
 

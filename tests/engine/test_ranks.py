@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch.distributed  # so that the forked ranks have it
 
-from formats.staging import StagedFile, Staging
+from formats.staged_file import StagedFile
+from formats.staging import Staging
 from formats.tensor import Box, Bytes, FileTensor
 from megaconv.commands.cli import main
 from megaconv.engine import store_watch

@@ -11,7 +11,8 @@ from formats import renames
 from formats.errors import NotEnoughSpace, TargetExists
 from formats.journal import Journal
 from formats.run_lock import OF_A_RUN, RunLock
-from formats.staging import StagedFile, Staging
+from formats.staged_file import StagedFile
+from formats.staging import Staging
 from megaconv.engine import transfer
 from megaconv.engine.conversion import convert
 from megaconv.options import ConvertOptions, SaveOptions
