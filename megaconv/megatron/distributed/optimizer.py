@@ -6,11 +6,7 @@ fully_sharded_model_space, flattened):
     [chained_0.]optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight
     optimizer.state.module.module.module.decoder.layers.0.mlp.linear_fc2.weight.exp_avg
 
-Buffers of the distributed optimizer of each model-parallel rank (dp_reshardable, fully_sharded_bucket_space), or one
-object with everything that such a rank would have in distrib_optim.pt (dp_zero_gather_scatter):
-
-    [chained_0.]optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0.exp_avg
-    [chained_0.]optimizer.distributed.dp_group_idx_0.param_state/shard_0_1
+Other forms have the tensors in buckets (optimizer_buckets.py).
 
 Source: distrib_optimizer.py and optimizer.py in megatron/core/optimizer, core 0.6 to 0.19.
 """
@@ -20,11 +16,10 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from formats.chunked import ChunkedTensor, require_cover
 from formats.flattened import unflatten
-from formats.pickle_records import TorchDtype
 from formats.tensor import LazyTensor, Shape
 from megaconv.errors import CheckpointError, TensorMismatch
 from megaconv.megatron.arguments.param_groups import (
@@ -35,15 +30,13 @@ from megaconv.megatron.arguments.param_groups import (
     is_expert,
     read_group,
 )
-from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.keys import unstack
-from megaconv.megatron.distributed.saved_ranks import SavedRanks
+from megaconv.megatron.distributed.optimizer_buckets import OBJECT, Buckets, Directory
 from megaconv.megatron.optimizer.rank import (
     RankOptimizer,
     grad_scaler,
     other_optimizer,
     parts,
-    read,
     step_of,
     updates,
 )
@@ -54,8 +47,7 @@ from megaconv.model.assembled import Placed
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
-from megaconv.model.naming import Naming, core_naming
-from megaconv.model.training import ADAM, EXP_AVG, MASTER, SGD, OptimizerState, ParamGroup
+from megaconv.model.training import ADAM, MASTER, SGD, OptimizerState, ParamGroup
 
 _RNG = re.compile(r"rng_state/shard_(\d+)\.(\d+)_[\d.]+")
 _KEPT = "|".join((*ADAM, *SGD))
@@ -72,26 +64,7 @@ _GROUP_IDENTITY = (
     "min_lr",
 )
 _FSDP_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(?:module\.)*(.+)\.(\w+)")
-_BUCKET = re.compile(
-    r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
-    r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.bucket_idx_(\d+)\.(\w+)"
-)
-_OBJECT = re.compile(
-    r"((?:chained_\d+\.)?)optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1"
-)
 _MASTERS = ("fp32_param", "param")
-
-
-class Directory(Protocol):
-    """An opened directory of either format."""
-
-    def tensors(self) -> Mapping[str, ChunkedTensor]: ...
-
-    def objects(self) -> list[str]: ...
-
-    def read_object(self, name: str) -> object:
-        """An object, without the list of one item that Megatron may wrap it in."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +135,12 @@ class DistOptimizer:
     def _common_optimizer(self) -> Any:
         return self.common.get("optimizer", {})
 
-    # Tensors with the model's shapes.
+    def open_buckets(
+        self, config: ModelConfig, layout: Layout, padded: int, placed: Sequence[Placed]
+    ) -> tuple[Optimizers, list[Placed]]:
+        """The tensors in buckets, of every rank of the run that saved them: see Buckets.open."""
+        buckets = Buckets(self.where, self.directory, self.tensors, self.args, self.common)
+        return buckets.open(config, layout, padded, placed)
 
     def open(self, weights: Mapping[str, LazyTensor], aliases: Mapping[str, str]) -> Optimizers:
         """The optimizer's tensors of a single rank that holds the whole model; empty if they are in buckets.
@@ -299,7 +277,7 @@ class DistOptimizer:
         names = [
             name
             for name in self.directory.objects()
-            if (m := _OBJECT.fullmatch(name)) and m[3] == "optimizer"
+            if (m := OBJECT.fullmatch(name)) and m[3] == "optimizer"
         ]
         for name in names[:1] if first_only else names:
             value = self.directory.read_object(name)
@@ -320,106 +298,3 @@ class DistOptimizer:
             if kind not in seen:
                 seen.add(kind)
                 yield {setting: self.directory.read_object(name) for setting, name in members}
-
-    # Tensors in the buffers of model-parallel ranks.
-
-    def open_buckets(
-        self, config: ModelConfig, layout: Layout, padded: int, placed: Sequence[Placed]
-    ) -> tuple[Optimizers, list[Placed]]:
-        """The tensors of every rank of the run that saved them, at their places. layout: the layout of that run.
-
-        placed: the weights, which show the parameters' dtypes. Raises TensorMismatch if the buffers don't fit.
-        """
-        dtypes = {name: item.tensor.dtype for item in placed for name in item.native.parts}
-        ranks = SavedRanks(config, layout, padded, self._naming(config), dtypes)
-        by_rank, made = {}, []
-        for rank in ranks.numbers():
-            natives = ranks.natives(rank)
-            found = [parameter for parameter, _ in natives]
-            where = f"{self.where} (tensor rank {rank.tp}, pipeline rank {rank.pp}, expert rank {rank.ep})"
-            with well_formed(f"{where}: its optimizer"):
-                optimizer, buffers = self._of_rank(rank, layout)
-                result = read(optimizer, buffers, found, self.args, rank.pp, where)
-            by_rank[rank] = result
-            for parameter, native in natives:
-                key = parameter.chunk, parameter.name
-                if key in result.slots:
-                    tensor = result.slots[key][EXP_AVG]
-                    made.append(
-                        Placed(native, tensor, where, result.slots[key], result.group_of[key])
-                    )
-        return Optimizers(by_rank), made
-
-    def _naming(self, config: ModelConfig) -> Naming:
-        engine = (
-            getattr(self.args, "transformer_impl", "transformer_engine") == "transformer_engine"
-        )
-        experts = ""
-        if config.experts.count and getattr(self.args, "moe_grouped_gemm", False):
-            legacy = getattr(self.args, "moe_use_legacy_grouped_gemm", False) or not engine
-            experts = "legacy_grouped" if legacy else "grouped"
-        return core_naming(
-            "transformer_engine" if engine else "local",
-            experts,
-            rope_last=hasattr(self.args, INDEXER_ORDER),
-        )
-
-    def _of_rank(self, rank: RankId, layout: Layout) -> tuple[Any, Any]:
-        """(optimizers, buffers) as in the rank's own files; None for buffers that another rank has."""
-        matches = [_OBJECT.fullmatch(name) for name in self.directory.objects()]
-        prefixes = sorted({match[1] for match in matches if match})
-        # If several ranks have the same dense parameters, the rank with ep 0 has the state.
-        dense_group = rank.pp * layout.tp + rank.tp if rank.ep == 0 else None
-        if len(prefixes) == 1:
-            return self._part(prefixes[0], dense_group)
-        dense_optimizer, dense_buffers = self._part(prefixes[0], dense_group)
-        expert_optimizer, expert_buffers = self._part(prefixes[1], self._expert_group(rank, layout))
-        return [dense_optimizer, expert_optimizer], [dense_buffers, expert_buffers]
-
-    def _expert_group(self, rank: RankId, layout: Layout) -> int | None:
-        """The number of the data-parallel group of a rank's experts; None if another rank has their state."""
-        etp_rank = rank.tp % layout.etp
-        if rank.tp != etp_rank:
-            return None
-        if self._numbers_experts_by_stage():
-            return (rank.pp * layout.ep + rank.ep) * layout.etp + etp_rank
-        return (rank.ep * layout.pp + rank.pp) * layout.tp + rank.tp
-
-    def _numbers_experts_by_stage(self) -> bool:
-        """True since core 0.12, which was the first to save these arguments."""
-        return "content_metadata" in self.common or "rerun_state_machine" in self.common
-
-    def _part(self, prefix: str, group: int | None) -> tuple[Any, Any]:
-        """(optimizer, buffers) of one data-parallel group. group None: only its settings."""
-        base = f"{prefix}optimizer.distributed.dp_group_idx_{group or 0}."
-        settings = self.directory.read_object(f"{base}optimizer/shard_0_1")
-        optimizer = {"optimizer": settings}
-        if group is None:
-            return optimizer, None
-        gathered = f"{base}param_state/shard_0_1"
-        if gathered in self.directory.objects():
-            return optimizer, self.directory.read_object(gathered)
-        return optimizer, self._buckets(prefix, group, base)
-
-    def _buckets(self, prefix: str, group: int, base: str) -> dict[Any, Any]:
-        """The buckets as older releases have them in distrib_optim.pt: one tensor per bucket."""
-        unpadded = "per_bucket_numel_unpadded"
-        made: dict[Any, Any] = {unpadded: self.directory.read_object(f"{base}{unpadded}/shard_0_1")}
-        for (index, dtype, gradients, slot), numbered in self._numbered(prefix, group).items():
-            dtypes = TorchDtype(dtype), TorchDtype(gradients)
-            buffer = made.setdefault(index, {})
-            entry = buffer.setdefault(dtypes, {})
-            entry[slot] = [numbered[bucket] for bucket in range(len(numbered))]
-        return made
-
-    def _numbered(
-        self, prefix: str, group: int
-    ) -> dict[tuple[int, str, str, str], dict[int, ChunkedTensor]]:
-        """(buffer, dtype, dtype of gradients, slot) -> the tensors by number of their bucket."""
-        buckets: dict[tuple[int, str, str, str], dict[int, ChunkedTensor]] = {}
-        for name, tensor in self.tensors.items():
-            found = _BUCKET.fullmatch(name)
-            if found and (found[1], int(found[2])) == (prefix, group):
-                key = int(found[3]), found[4], found[5], found[7]
-                buckets.setdefault(key, {})[int(found[6])] = tensor
-        return buckets

@@ -18,7 +18,8 @@ from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UnknownFormat
 from megaconv.megatron.distributed.keys import EXTRA_STATE, has_optimizer, model_tensors, unstack
-from megaconv.megatron.distributed.optimizer import Directory, DistOptimizer
+from megaconv.megatron.distributed.optimizer import DistOptimizer
+from megaconv.megatron.distributed.optimizer_buckets import Directory
 from megaconv.megatron.distributed.run_config import (
     NEMO,
     RUN_CONFIG,
