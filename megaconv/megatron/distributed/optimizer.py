@@ -32,15 +32,15 @@ from megaconv.megatron.arguments.param_groups import (
 )
 from megaconv.megatron.distributed.keys import unstack
 from megaconv.megatron.distributed.optimizer_buckets import OBJECT, Buckets, Directory
-from megaconv.megatron.optimizer.rank import (
-    RankOptimizer,
+from megaconv.megatron.optimizer.rank import RankOptimizer
+from megaconv.megatron.optimizer.source import Optimizers
+from megaconv.megatron.optimizer.structure import (
     grad_scaler,
     other_optimizer,
     parts,
     step_of,
     updates,
 )
-from megaconv.megatron.optimizer.source import Optimizers
 from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.megatron.states.ranks import RankId
 from megaconv.model.assembled import Placed

@@ -1,12 +1,5 @@
 """The optimizer of one rank file: assigns its tensors to parameters.
 
-    mixed precision   {"optimizer": {"state": {id: {exp_avg, exp_avg_sq[, step]}}, "param_groups": [{..., "params": ids}]},
-                       (SGD: {id: {momentum_buffer}})
-                       "fp32_from_fp16_params": [[master, ...] per group][, "grad_scaler"]}
-    fp32              {"state": ..., "param_groups": ...}
-    distributed       {"optimizer": {"param_groups": [without ids]}}, the tensors in flat buffers in distrib_optim.pt
-    several           a list of these: dense and experts, or the first chunk and the others
-
 Tensors have no names. Ids count through the groups. Within a group, parameters come in the order of the model's own
 dictionary. Source: megatron/core/optimizer of Megatron core 0.4 to 0.19.
 """
@@ -19,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from formats.flattened import narrowed
 from formats.pickle_records import TorchDtype
-from formats.tensor import LazyTensor, Shape, number
+from formats.tensor import LazyTensor, Shape
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.megatron.arguments.param_groups import (
     WITHOUT,
@@ -36,6 +29,14 @@ from megaconv.megatron.optimizer.buffers import (
     bucket_sizes,
     fitting,
     matching,
+)
+from megaconv.megatron.optimizer.structure import (
+    grad_scaler,
+    groups_of,
+    is_distributed,
+    other_optimizer,
+    parts,
+    updates,
 )
 from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.model.training import ADAM, EXP_AVG, EXP_AVG_SQ, MASTER, SGD, ParamGroup
@@ -68,74 +69,6 @@ class RankOptimizer:
 
 _BUFFERS = {MASTER: "param", EXP_AVG: EXP_AVG, EXP_AVG_SQ: EXP_AVG_SQ}
 """The slots of the distributed optimizer -> their names in its files."""
-
-
-def parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a rank: one, or several chained ones."""
-    if isinstance(optimizer, list):
-        return optimizer
-    if isinstance(optimizer, dict) and optimizer and all(isinstance(key, int) for key in optimizer):
-        return [optimizer[key] for key in sorted(optimizer)]
-    return [optimizer]
-
-
-def kind_of(optimizer: Any, *, has_buffers: bool) -> str:
-    """The kind of an optimizer by its structure, for people. Never raises."""
-    first = next((part for part in parts(optimizer) if isinstance(part, dict) and part), {})
-    if has_buffers or _is_distributed(first):
-        return "distributed"
-    if "optimizer" in first and "fp32_from_fp16_params" in first:
-        return "mixed precision"
-    return "fp32" if "param_groups" in first and "state" in first else "of an unknown kind"
-
-
-def step_of(optimizer: Any) -> int | None:
-    """The number of updates according to the first groups and the first parameter; None if they give none.
-
-    Never raises.
-    """
-    for part in parts(optimizer):
-        try:
-            inner = part.get("optimizer", part)
-            given = [group["step"] for group in inner["param_groups"] if "step" in group]
-            states = inner.get("state", {})
-            if "common_step" in states:
-                given.append(states["common_step"])
-            first = next(iter(states.values()), None)
-            if isinstance(first, dict) and "step" in first:
-                given.append(first["step"])
-            if given:
-                return max(map(updates, given))
-        except (AttributeError, LookupError, TypeError, ValueError):
-            continue
-    return None
-
-
-def updates(step: Any) -> int:
-    """A step of any optimizer as an integer. Raises ValueError for a value that isn't a count."""
-    count = number(step)
-    if count != int(count) or count < 0:
-        raise ValueError(f"a step of {count}")
-    return int(count)
-
-
-def grad_scaler(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The loss scale of one optimizer in a list, which is empty without one."""
-    if "grad_scaler" not in part:
-        return []
-    return [{name: number(value) for name, value in part["grad_scaler"].items()}]
-
-
-def other_optimizer(where: str, what: str) -> NotExpressible:
-    """The error for state that is neither Adam's nor SGD's."""
-    return NotExpressible(
-        f"{where}: the optimizer's state is {what}; only Adam's ({', '.join(ADAM)}) and SGD's ({', '.join(SGD)}) are supported; {WITHOUT}"
-    )
-
-
-def _is_distributed(part: Mapping[str, Any]) -> bool:
-    inner = part.get("optimizer")
-    return isinstance(inner, dict) and "param_groups" in inner and "state" not in inner
 
 
 def parameters(
@@ -183,7 +116,7 @@ def read(
         if not share:  # a rank may have an optimizer for experts but no experts
             continue
         reader = _Part(part, share, args, pp_rank, where, result)
-        if _is_distributed(part):
+        if is_distributed(part):
             gathered_elsewhere = isinstance(buffers, list) and flat is None
             reader.read_buffers(flat, gathered_elsewhere=gathered_elsewhere)
         else:
@@ -195,7 +128,9 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
     """The parameters of each of several optimizers."""
     if len(listed) == 1:
         return [list(found)]
-    kinds = [{bool(group.get("is_expert_parallel")) for group in _groups(part)} for part in listed]
+    kinds = [
+        {bool(group.get("is_expert_parallel")) for group in groups_of(part)} for part in listed
+    ]
     first_chunk_is_separate = kinds.count({False}) > 1
     shares = []
     for index, kind in enumerate(kinds):
@@ -205,12 +140,6 @@ def _share_out(listed: Sequence[Any], found: Sequence[Parameter]) -> list[list[P
             share = [parameter for parameter in share if (parameter.chunk == 0) == is_first]
         shares.append(share)
     return shares
-
-
-def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    inner = part.get("optimizer", part)
-    groups: list[dict[str, Any]] = inner.get("param_groups", [])
-    return groups
 
 
 @dataclass
@@ -229,7 +158,7 @@ class _Part:
             raise NotExpressible(
                 f"{self.where}: an optimizer of Megatron 1.0 can't be read; {WITHOUT}"
             )
-        groups = _groups(self.part)
+        groups = groups_of(self.part)
         self.groups = [read_group(group, groups) for group in groups]
         self.by_class = by_class(self.groups, self.args, self.where)
         self.result.group_steps |= {updates(group["step"]) for group in groups if "step" in group}
@@ -267,7 +196,7 @@ class _Part:
 
     def read_states(self) -> None:
         inner = self.part.get("optimizer", self.part)
-        states, listed = inner["state"], _groups(self.part)
+        states, listed = inner["state"], groups_of(self.part)
         masters = self.part.get("fp32_from_fp16_params", [[]] * len(listed))
         members = self._members_that_fit([len(group["params"]) for group in listed])
         for group, ids, theirs, copies in zip(

@@ -18,7 +18,8 @@ from megaconv.megatron.arguments.param_groups import (
     require_same,
 )
 from megaconv.megatron.optimizer.master_check import CheckedMaster
-from megaconv.megatron.optimizer.rank import RankOptimizer, kind_of, parameters, read, step_of
+from megaconv.megatron.optimizer.rank import RankOptimizer, parameters, read
+from megaconv.megatron.optimizer.structure import kind_of, step_of
 from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.megatron.states.ranks import RankId, Ranks
 from megaconv.model.assembled import Assembled, Placed, assemble
