@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.tool_calls import with_parsed_arguments
 
 Message = Mapping[str, Any]
 """A message for chat templates: role, content, and further fields."""
@@ -230,7 +231,7 @@ def read_message(turn: Any, where: str) -> Message:
     message: dict[str, Any] = {"role": ROLES[role]}
     if content is not None:
         message["content"] = content
-    message.update(rest)
+    message.update(with_parsed_arguments(rest))
     return message
 
 

@@ -1,9 +1,8 @@
 """Messages of chat requests, as chat templates expect them."""
 
-import json
-from collections.abc import Mapping
 from typing import Any
 
+from megatron_lite.data.tool_calls import with_parsed_arguments
 from megatron_lite.inference.server.errors import Refused
 
 
@@ -22,7 +21,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         only_calls = content is None and bool(message.get("tool_calls"))
         text = "" if only_calls else _content(content, number)
-        found.append({**_with_parsed_arguments(message), "content": text})
+        found.append({**with_parsed_arguments(message), "content": text})
     return found
 
 
@@ -36,23 +35,3 @@ def _content(value: Any, number: int) -> str:
     raise Refused(
         f"the content of message {number} should be text, found {value!r:.60}", "messages"
     )
-
-
-def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of the assistant whose calls have objects as arguments. Templates expect no JSON text there."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return dict(message)
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    arguments = function["arguments"]
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": parsed}}

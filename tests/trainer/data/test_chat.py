@@ -315,3 +315,25 @@ def test_begin_and_end_of_a_text_are_as_its_model_expects_and_never_doubled(tmp_
         ]
         begin = "<s>" if begins else ""
         assert texts == [f"{begin}a fox</s>", "<s>a fox</s>", f"{begin}a fox</s>"]
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_template_gets_the_arguments_of_a_call_as_an_object(
+    tmp_path: Path, wrapped: bool
+) -> None:
+    """OpenAI's messages have JSON text there. As text it would be learned with quotes around it."""
+    call: dict[str, Any] = {"name": "jump", "arguments": '{"height": "3 m"}'}
+    calls = [{"id": "1", "type": "function", "function": call}] if wrapped else [call]
+    record = {"messages": [CALLS[0], {"role": "assistant", "content": "", "tool_calls": calls}]}
+    example = read_record(record).example
+    tokenizer = loaded(tmp_path / "model", MARKED["qwen"])
+    ids = ChatTemplate(tokenizer).encode(example).ids  # type: ignore[arg-type]
+    assert '"arguments": {"height": "3 m"}' in tokenizer.inner.decode(ids)
+
+
+def test_arguments_that_are_no_json_text_stay_as_they_are() -> None:
+    call = {"function": {"name": "jump", "arguments": "high"}}
+    record = {"messages": [CALLS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    example = read_record(record).example
+    assert isinstance(example, Chat)
+    assert example.messages[1]["tool_calls"] == [call]
