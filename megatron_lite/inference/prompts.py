@@ -43,10 +43,12 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] = (),
     template: str | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...]:
     """Return the tokens of a conversation by the tokenizer's template, up to the start of the assistant's answer.
 
     tools: descriptions of the tools that the model may call, in OpenAI's form. template: in place of the tokenizer's.
+    variables: further ones for the template.
     Raises UsageError if there is no template, or if it refuses the conversation.
     """
     if isinstance(tokenizer, NullTokenizer):
@@ -62,7 +64,11 @@ def encode_chat(
         offered = [dict(tool) for tool in tools] or None
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
-                conversation, tools=offered, chat_template=template, add_generation_prompt=True
+                conversation,
+                tools=offered,
+                chat_template=template,
+                add_generation_prompt=True,
+                **(variables or {}),
             )
         )
     except Exception as error:  # templates raise errors of any class

@@ -68,5 +68,5 @@ def next_commands(run: Run) -> Iterator[str]:
     else:
         model = saving.save
         yield _talk(run, f"--load {model}")
-    yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
+        yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
     yield f"  publish   megaconv push {model} USER/NAME"

@@ -21,7 +21,9 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         only_calls = content is None and bool(message.get("tool_calls"))
         text = "" if only_calls else _content(content, number)
-        found.append({**with_parsed_arguments(message), "content": text})
+        # Most templates leave out a message whose role they don't know.
+        role = "system" if message["role"] == "developer" else message["role"]
+        found.append({**with_parsed_arguments(message), "role": role, "content": text})
     return found
 
 

@@ -18,6 +18,7 @@ from megatron_lite.inference.server.answer_form import (
 from megatron_lite.inference.server.errors import Refused, UnknownModel
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.messages import read_messages
+from megatron_lite.inference.server.template_variables import read_variables
 from megatron_lite.inference.server.tools import Tools, read_tools
 from megatron_lite.inference.slots import require_known
 from megatron_lite.models.rng import mix
@@ -106,8 +107,10 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     """Read a request of /v1/chat/completions. Raises Refused."""
     tools = read_tools(fields)
     offered = () if tools is None else tools.described
+    messages = read_messages(fields.any("messages"))
+    variables = read_variables(fields, opened.tokenizer, offered)
     try:
-        prompt = encode_chat(opened.tokenizer, read_messages(fields.any("messages")), offered)
+        prompt = encode_chat(opened.tokenizer, messages, offered, variables=variables)
     except UsageError as error:
         raise Refused(str(error), "messages") from error
     fields.only({"modalities": (["text"],)})

@@ -89,6 +89,15 @@ def test_a_model_without_a_chat_template_is_not_sent_to_the_chat(lora: str) -> N
     assert f"  chat      megatron-lite chat {loaded}" in list(next_commands(run))
 
 
+@pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
+def test_a_merged_model_needs_no_conversion(lora: str) -> None:
+    """`megaconv merge` writes a Hugging Face directory."""
+    run: Any
+    run, _ = plain_setup(f"{LLAMA} {lora}")
+    names = [line.split()[0] for line in next_commands(run)][2:]
+    assert names == (["merge", "publish"] if lora else ["convert", "publish"])
+
+
 def plain_setup(flags: str) -> tuple[Setup, ModelOptions]:
     """A run on one process."""
     words = f"{flags} --guide --load base --save tuned --train-iters 2 --no-check-for-nan-in-loss-and-grad"
