@@ -40,6 +40,8 @@ from megaconv.values import rounding
 
 _ROPE = "maxtext_rope"
 FAMILIES = ("llama", "mistral", "mixtral")
+_HEAD_AXES = 3
+"""Axes of a matrix of attention in one layer: hidden size, heads, elements of a head."""
 
 _log = logging.getLogger("megaconv")
 
@@ -208,28 +210,56 @@ def _wanted(config: ModelConfig, *, stacked: bool, tied: bool) -> Iterator[tuple
                 yield f"model.layers.{layer}.{in_layer}.weight", place
 
 
+class _Stack(NamedTuple):
+    """An axis along which an array stacks layers or experts."""
+
+    axis: int
+    at: int
+    """The layer's or the expert's number."""
+    size: int
+    """The number of layers or experts of the model."""
+    unit: str
+
+
+def _stacks(place: _Place, config: ModelConfig) -> list[_Stack]:
+    """Experts are stacked along axis 0, layers along axis 1."""
+    stacks = []
+    if place.expert is not None:
+        stacks.append(_Stack(0, place.expert, config.experts.count, "experts"))
+    if place.layer is not None:
+        stacks.append(_Stack(1, place.layer, config.layer_count, "layers"))
+    return stacks
+
+
+def _require_size(tree: OrbaxTree, place: _Place, found: int, size: int, unit: str) -> None:
+    """Raise TensorMismatch unless an axis has this size. The size of the whole matrix doesn't show it."""
+    if found != size:
+        raise TensorMismatch(
+            f"{tree.path}: {place.name} has {found} {unit}; the configuration has {size}. Give --config of the same model",
+            code="misshapen-tensor",
+        )
+
+
 def _matrix(
     name: str, place: _Place, array: Any, config: ModelConfig, tree: OrbaxTree, *, pairs: bool
 ) -> LazyTensor:
     stored, axes = place.stored, len(place.stored.order)
-    expected = axes + (place.layer is not None) + (place.expert is not None)
+    stacks = _stacks(place, config)
+    expected = axes + len(stacks)
     if len(array.shape) != expected:
         raise TensorMismatch(
             f"{tree.path}: {place.name} is {list(array.shape)}, expected {expected} axes",
             code="misshapen-tensor",
         )
-    # Experts are stacked along axis 0, layers along axis 1.
     index: list[Any] = [slice(None)] * expected
-    if place.expert is not None:
-        index[0] = place.expert
-    if place.layer is not None:
-        index[1] = place.layer
-    if any(type(at) is int and at >= size for at, size in zip(index, array.shape, strict=True)):
-        raise TensorMismatch(
-            f"{tree.path}: {place.name} is {list(array.shape)}, too small for {name}",
-            code="misshapen-tensor",
-        )
+    for stack in stacks:
+        index[stack.axis] = stack.at
+        _require_size(tree, place, array.shape[stack.axis], stack.size, stack.unit)
     one = array[tuple(index)].transpose(stored.order)
+    if axes == _HEAD_AXES:
+        # Heads and their elements are both rows, or both columns.
+        head_dim = one.shape[1] if stored.row_axes == 2 else one.shape[2]
+        _require_size(tree, place, head_dim, config.attention.head_dim, "elements per head")
     rows, cols = math.prod(one.shape[: stored.row_axes]), math.prod(one.shape[stored.row_axes :])
     shape: Shape = (rows, cols) if axes > 1 else (rows,)
     matrix = ArrayMatrix(

@@ -161,12 +161,8 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-@pytest.mark.parametrize("ocdbt", [True, False], ids=["OCDBT", "a directory each"])
-def test_a_mixtral_with_experts_stacked_and_a_padded_vocabulary(
-    ocdbt: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    source = FIXTURES / "peft-mixtral-experts/base"
-    config = json.loads((source / "config.json").read_text())
+def mixtral_arrays(config: dict[str, Any]) -> dict[str, Any]:
+    """MaxText's arrays of a Mixtral, with stacked layers and a padded vocabulary."""
     experts, ffn, vocab = (
         config["num_local_experts"],
         config["intermediate_size"],
@@ -178,7 +174,7 @@ def test_a_mixtral_with_experts_stacked_and_a_padded_vocabulary(
         config["hidden_size"],
     )
     dim, layers = config.get("head_dim") or hidden // heads, config["num_hidden_layers"]
-    arrays = {
+    return {
         "token_embedder.embedding": drawn(vocab + 29, hidden),
         "decoder.decoder_norm.scale": drawn(hidden),
         "decoder.logits_dense.kernel": drawn(hidden, vocab + 29),
@@ -193,6 +189,15 @@ def test_a_mixtral_with_experts_stacked_and_a_padded_vocabulary(
         "decoder.layers.MoeBlock_0.wi_1": drawn(experts, layers, hidden, ffn),
         "decoder.layers.MoeBlock_0.wo": drawn(experts, layers, ffn, hidden),
     }
+
+
+@pytest.mark.parametrize("ocdbt", [True, False], ids=["OCDBT", "a directory each"])
+def test_a_mixtral_with_experts_stacked_and_a_padded_vocabulary(
+    ocdbt: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = FIXTURES / "peft-mixtral-experts/base"
+    config = json.loads((source / "config.json").read_text())
+    arrays, vocab = mixtral_arrays(config), config["vocab_size"]
     path = write_tree(tmp_path / "in", arrays, ocdbt=ocdbt)
     outcome = convert(path, tmp_path / "out", *SPLIT, config=source)
     assert outcome.status == 0, outcome.err
@@ -316,6 +321,43 @@ def test_a_model_that_maxtext_has_otherwise_is_refused(tmp_path: Path) -> None:
         SCANNED / "checkpoint", tmp_path / "out", config=FIXTURES / "peft-gpt2-conv1d/base"
     )
     assert_refused(outcome, 2, "a gpt2", "llama, mistral, mixtral")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_hidden_layers": 1}, "has 2 layers; the configuration has 1"),
+        (
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4},
+            "has 8 elements per head; the configuration has 4",
+        ),
+        (
+            {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+            "has 8 elements per head; the configuration has 16",
+        ),
+    ],
+)
+def test_stacked_layers_and_heads_are_counted(
+    changed: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    """The sizes of the matrices are right: only the array's axes show the difference."""
+    config = json.loads((LLAMA / "config.json").read_text())
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.json").write_text(json.dumps(config | changed))
+    outcome = convert(SCANNED / "checkpoint", tmp_path / "out", *SPLIT, config=tmp_path / "config")
+    assert_refused(outcome, 3, message)
+
+
+def test_stacked_experts_are_counted(tmp_path: Path) -> None:
+    source = FIXTURES / "peft-mixtral-experts/base"
+    config = json.loads((source / "config.json").read_text())
+    path = write_tree(tmp_path / "in", mixtral_arrays(config), ocdbt=False)
+    (tmp_path / "config").mkdir()
+    experts = config["num_local_experts"]
+    fewer = config | {"num_local_experts": experts - 1}
+    (tmp_path / "config/config.json").write_text(json.dumps(fewer))
+    outcome = convert(path, tmp_path / "out", *SPLIT, config=tmp_path / "config")
+    assert_refused(outcome, 3, f"has {experts} experts; the configuration has {experts - 1}")
 
 
 def test_nothing_imports_tensorstore_that_doesnt_read_arrays() -> None:
