@@ -12,19 +12,19 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from formats import gguf_header
 from formats.gguf import BLOCK_TYPES
 from formats.gguf_header import GgufHeader, GgufTensor
-from formats.lazy_numpy import np
+from formats.lazy_numpy import Floats, np
 from formats.tensor import FileTensor, InputFile, LazyTensor
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.gguf.agreement import require_agreement
 from megaconv.gguf.config import config_of
-from megaconv.gguf.names import ARCHITECTURES, DIVISORS, ROUTER_BIAS, gguf_rows
+from megaconv.gguf.names import DIVISORS, ROUTER_BIAS, gguf_rows
 from megaconv.huggingface.weight_files import has_weights, whole_model
 from megaconv.loader import Loader
 from megaconv.model.ceilings import require_countable
@@ -65,7 +65,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     family, config = (
         _described(file, header) if directory is None else read_config(directory / CONFIG_NAME)
     )
-    _require_same_model(file, header, family.name, config)
+    _require_same_model(file, header, config)
     tensors = _tensors(file, header, config, options.dtype)
     config, canonical = whole_model(
         replace(family, rows=gguf_rows(family)), config, GGUF, tensors, str(file)
@@ -123,38 +123,20 @@ def _file(path: Path) -> Path | None:
         return None
 
 
-def _require_same_model(file: Path, header: GgufHeader, family: str, config: ModelConfig) -> None:
-    """Check the sizes that no tensor shows. Raises TensorMismatch if one differs, and UnsupportedInput for another
-    architecture."""
-    architecture = header.keys.get("general.architecture")
-    wanted = ARCHITECTURES.get(family)
-    if wanted is None or wanted != architecture:
-        raise UnsupportedInput(
-            f"{file}: is of llama.cpp's architecture {architecture!r:.40}; the configuration is of a {family}"
-            + (
-                f", which is {wanted!r} there"
-                if wanted
-                else f", which is not supported; supported are {', '.join(ARCHITECTURES)}"
-            )
-        )
+def _require_same_model(file: Path, header: GgufHeader, config: ModelConfig) -> None:
+    """Check what no tensor shows. Raises TensorMismatch if a value differs, and UnsupportedInput for another
+    architecture or an older form."""
+    opened = InputFile.open(file)
+    stored: dict[str, Floats] = {}
+    for name in DIVISORS:
+        each = header.tensors.get(name)
+        if each is not None and each.dtype == "float32":
+            stored[name] = np.frombuffer(opened.read(each.offset, each.nbytes), np.float32)
+    require_agreement(header.keys, stored, config, str(file))
     if any(name.endswith(_UNSPLIT) for name in header.tensors):
         raise UnsupportedInput(
             f"{file}: has {_UNSPLIT}, as older converters of llama.cpp wrote; convert the model again with a newer one"
         )
-    expected_values = {
-        "attention.head_count": config.attention.heads,
-        "block_count": config.layer_count,
-        "expert_used_count": config.experts.per_token if config.experts.count else None,
-        "rope.freq_base": config.positions.theta,
-    }
-    for name, expected in expected_values.items():
-        found: Any = header.keys.get(f"{architecture}.{name}")
-        if found is None or expected is None:
-            continue
-        if not isinstance(found, (int, float)) or found != np.float32(expected):
-            raise TensorMismatch(
-                f"{file}: says {architecture}.{name} = {found!r:.60}, the configuration {expected}"
-            )
 
 
 def _main_dtype(matrices: set[str]) -> str:

@@ -13,7 +13,7 @@ from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, m
 from formats.wording import counted
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.reading_back import Stored, as_streamed
-from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
 from megaconv.families import Family, family, family_of_hf
 from megaconv.gguf.config import config_of, shortest
 from megaconv.gguf.importance import importances
@@ -23,7 +23,7 @@ from megaconv.gguf.names import ARCHITECTURES, DIVISORS, gguf_rows
 from megaconv.gguf.tokenizer import tokenizer_values
 from megaconv.gguf.types import ALL_TYPES, MIXTURES, PLAIN_TYPES, types_of
 from megaconv.model.ceilings import require_countable
-from megaconv.model.check import well_formed
+from megaconv.model.check import listing, well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype
@@ -138,7 +138,12 @@ def as_stored(path: Path) -> Stored:
 
     The file's own metadata describe the model. Raises CheckpointError.
     """
-    file = path if path.is_file() else min(path.glob("*.gguf"), default=path / FILE)
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise CorruptCheckpoint(
+            f"{path}: has {len(files)} GGUF files, and one was written; remove the others: {listing([each.name for each in files])}"
+        )
+    file = files[0] if files else path / FILE
     described = gguf_header.read(file)
     with well_formed(str(file)):
         config = _config_of(file, described)

@@ -1,5 +1,6 @@
 """GGUF read: files that llama.cpp's own converter made, against the models that it made them of."""
 
+import json
 import os
 import shutil
 import struct
@@ -245,6 +246,55 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     refused(
         copied(tmp_path), FIXTURES / "peft-llama-all-linear/base", tmp_path, 3, "the configuration"
     )
+
+
+def config_with(source: Path, target: Path, **changed: Any) -> Path:
+    config = json.loads((source / "config.json").read_text())
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config | changed))
+    return target
+
+
+LLAMA_3 = FIXTURES / "gguf-llama3-bpe"
+UNSCALED = {"rope_type": "default", "rope_theta": 500000.0}
+LESS = json.loads((LLAMA_3 / "hf/config.json").read_text())["rope_parameters"] | {"factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rope_parameters": UNSCALED}, "rope_freqs.weight, which scales positions"),
+        ({"rope_parameters": LESS}, "rope_freqs.weight scales positions by other numbers"),
+        ({"rms_norm_eps": 1e-5}, "llama.attention.layer_norm_rms_epsilon"),
+    ],
+)
+def test_a_configuration_that_the_metadata_contradict_is_refused(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """All tensors have the shapes of this configuration: Llama 3 and 3.1 differ in nothing else."""
+    (path,) = LLAMA_3.glob("*.gguf")
+    config = config_with(LLAMA_3 / "hf", tmp_path / "config", **changed)
+    refused(path, config, tmp_path, 3, message)
+
+
+def test_a_scaled_file_is_not_a_model_without_scaling(tmp_path: Path) -> None:
+    """The file is ours, of a model with linear scaling; the configuration is of the model without."""
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    scaled = Path(shutil.copytree(LLAMA / "hf", tmp_path / "scaled"))
+    config = json.loads((scaled / "config.json").read_text()) | {"rope_parameters": linear}
+    (scaled / "config.json").write_text(json.dumps(config))
+    megaconv.convert(scaled, tmp_path / "gguf", saver="gguf")
+    file = shutil.copy(tmp_path / "gguf/model.gguf", tmp_path / "scaled.gguf")
+    refused(Path(file), LLAMA / "hf", tmp_path, 3, "llama.rope.scaling.factor = 4.0")
+
+
+def test_a_configuration_that_scales_where_the_file_does_not_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    config = config_with(LLAMA / "hf", tmp_path / "config", rope_parameters=linear)
+    megaconv.convert(copied(tmp_path), tmp_path / "out", saver="hf", config=config)
+    assert "has no llama.rope.scaling.factor" in caplog.text
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:

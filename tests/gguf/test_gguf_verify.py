@@ -12,7 +12,7 @@ from megaconv.errors import CheckpointError, CorruptCheckpoint
 from tests.conftest import FIXTURES
 from tests.engine.test_reading_back import FURTHER, MODELS, TYPES
 from tests.families.test_families import write_model
-from tests.runs import run
+from tests.runs import assert_refused, run
 
 LLAMA = FIXTURES / "gguf-llama-spm" / "hf"
 
@@ -51,6 +51,13 @@ def test_families_with_other_stored_forms_are_verified(
     out = written(source, tmp_path / "out", kind, tokenizer="none")
     found = megaconv.verify(out)
     assert found.same, found.differences
+
+
+def test_a_second_gguf_file_is_not_passed_over(tmp_path: Path) -> None:
+    """A conversion of this directory is refused, so verify must not say that all is as written."""
+    out = written(LLAMA, tmp_path / "out", "bf16")
+    shutil.copy(out / "model.gguf", out / "model-1.gguf")
+    assert_refused(run("verify", out), 3, "has 2 GGUF files", "model-1.gguf")
 
 
 @pytest.mark.parametrize("kind", TYPES)
