@@ -21,7 +21,7 @@ from formats.chunked import Chunk, ChunkedTensor, require_cover
 from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from formats.pickle_records import Opaque
 from formats.pickle_scan import UNSAFE, scan_file
-from formats.tensor import LazyTensor, Shape, as_shape
+from formats.tensor import FileTensor, LazyTensor, Shape, as_shape, byte_count
 
 _FILE = re.compile(r"model_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
 _MESH_AXES = 8
@@ -138,7 +138,9 @@ def _joined(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTens
         whole = shape
         dtypes.add(part.held.dtype)
         # Parts that are replicated on several ranks count once.
-        parts.setdefault(part.offset if 0 not in part.shape else (-1, len(parts)), part)
+        place = part.offset if 0 not in part.shape else (-1, len(parts))
+        replica = parts.setdefault(place, part)
+        _require_same_values(replica.held, part.held, what)
     if whole is None or len(dtypes) > 1:
         raise CorruptCheckpoint(
             f"{files[0].parent}: {name} is of {' and '.join(sorted(dtypes))} on different ranks"
@@ -152,14 +154,32 @@ def _joined(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTens
     )
 
 
+def _require_same_values(first: LazyTensor, other: LazyTensor, what: str) -> None:
+    """Raise CorruptCheckpoint if two ranks' copies of one part have different checksums. It reads no values."""
+    checksums = _checksum(first), _checksum(other)
+    if None not in checksums and checksums[0] != checksums[1]:
+        raise CorruptCheckpoint(
+            f"{what}: has other values than the copy of another rank; are the files from one run?"
+        )
+
+
+def _checksum(held: LazyTensor) -> int | None:
+    """The CRC-32 of a tensor; None if the file doesn't have it for exactly the bytes of this tensor."""
+    if not isinstance(held, FileTensor) or held.check is None:
+        return None
+    entry = held.check.entry
+    return entry.crc if entry.size == byte_count(held.shape, held.dtype) else None
+
+
 def _require_alike(name: str, values: Sequence[Any], files: Sequence[Path]) -> None:
-    """Raise CorruptCheckpoint unless all ranks hold this tensor whole, with the same shape and dtype."""
+    """Raise CorruptCheckpoint unless all ranks hold this tensor whole, with the same shape, dtype and values."""
     first = (values[0].shape, values[0].dtype)
     for value, file in zip(values, files, strict=True):
         if not hasattr(value, "read_into") or (value.shape, value.dtype) != first:
             raise CorruptCheckpoint(
                 f"{file}: {name} differs from {files[0].name}; are the files from one run?"
             )
+        _require_same_values(values[0], value, f"{file}: {name}")
 
 
 def _part(value: Any, what: str) -> tuple[Shape, _Part]:

@@ -50,14 +50,18 @@ class _Bounds(ValueError):
 def read_yaml(path: Path) -> Any:
     """The value of a small YAML file of one document. Raises CorruptCheckpoint for a file that is too large or is not
     YAML."""
+    return parse_yaml(read_small(path, YAML_BYTES), str(path))
+
+
+def parse_yaml(content: bytes, where: str) -> Any:
+    """The value of a YAML document. where: its name in messages. Raises CorruptCheckpoint, as read_yaml does."""
     import yaml
 
-    content = read_small(path, YAML_BYTES)
     try:
         return _Reader(_events(content)).document()
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         what = " ".join(str(error).split())
-        raise CorruptCheckpoint(f"{path}: is not a readable YAML file ({what:.200})") from error
+        raise CorruptCheckpoint(f"{where}: is not a readable YAML file ({what:.200})") from error
 
 
 def _events(content: bytes) -> "Iterator[yaml.Event]":

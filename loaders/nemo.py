@@ -1,6 +1,6 @@
 """NeMo 1: `.nemo` archives of Megatron core models, or the directory of an unpacked archive.
 
-    model_config.yaml                                       never read: --config describes the model
+    model_config.yaml                                       --config describes the model, and must not contradict it
     model_weights.ckpt                                      one rank: a torch file of its parameters by name
     tp_rank_01_pp_rank_000/model_weights.ckpt               several ranks
     mp_rank_01/model_weights.ckpt                           several tensor-parallel ranks only
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from formats import rank_files, tar_archive, torch_zip
+from formats.ceilings import YAML_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.tensor import InputFile
+from formats.yaml_file import parse_yaml, read_yaml
 from megaconv.errors import UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.loader import Loader
+from megaconv.megatron.arguments.nemo_settings import require_agreement
 from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.names import describe_naming, naming_of
@@ -31,7 +34,7 @@ from megaconv.megatron.states.ranks import RankId, ranks_of_models
 from megaconv.model.ir import OpenedSource
 from megaconv.options import LoadOptions
 
-_WEIGHTS = "model_weights.ckpt"
+_WEIGHTS, _SETTINGS = "model_weights.ckpt", "model_config.yaml"
 _DISTRIBUTED = "model_weights/"
 _RANK = re.compile(
     rf"(?:tp_rank_(\d{{1,5}})_pp_rank_(\d{{1,5}})|mp_rank_(\d{{1,5}}))/{re.escape(_WEIGHTS)}"
@@ -56,7 +59,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: the settings of NeMo 1 are not read; give --config with the Hugging Face directory of the model",
             code="config-needed",
         )
-    models = {rank: _parameters(state, where) for rank, (state, where) in _states(path).items()}
+    states, settings = _contents(path)
+    models = {rank: _parameters(state, where) for rank, (state, where) in states.items()}
     files = dict.fromkeys(models, path)
     ranks = ranks_of_models(models, files, path)
     names = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
@@ -67,6 +71,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     # With several stages, the last stage's copy of a tied embedding looks like an untied head.
     _, config = read_config(options.config / CONFIG_NAME)
+    require_agreement(settings, config, f"{path}: {_SETTINGS}")
     args = Namespace(untie_embeddings_and_output_weights=not config.tie_embeddings)
     source = RankSource(rank_files.RankFiles(path, None, {}), ranks, args)
     naming = naming_of(names)
@@ -88,15 +93,20 @@ def _ranks(names: list[str]) -> dict[str, RankId]:
     return found or {name: RankId(0, 0, 0) for name in names if name == _WEIGHTS}
 
 
-def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
-    """Rank -> (content of its file, the file's name in messages)."""
+_States = dict[RankId, tuple[Any, str]]
+"""Rank -> (content of its file, the file's name in messages)."""
+
+
+def _contents(path: Path) -> tuple[_States, Any]:
+    """(the files of the ranks, the value of model_config.yaml, which is None without this file)."""
     if path.is_dir():
         ranks = _ranks([name for name in _below(path) if (path / name).is_file()])
         _require_one_each(ranks, path)
-        states: dict[RankId, tuple[Any, str]] = {}
+        states: _States = {}
         for name, rank in ranks.items():
             states[rank] = torch_zip.read(path / name), str(path / name)
-        return states
+        settings = path / _SETTINGS
+        return states, read_yaml(settings) if settings.is_file() else None
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
     names = _without_root(list(members))
@@ -111,10 +121,20 @@ def _states(path: Path) -> dict[RankId, tuple[Any, str]]:
             f"{path}: holds no {_WEIGHTS}, so that it is no archive of a NeMo model"
         )
     _require_one_each(ranks, path)
-    return {
+    states = {
         rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}")
         for name, rank in ranks.items()
     }
+    return states, _settings_in(file, members.get(names.get(_SETTINGS, "")))
+
+
+def _settings_in(file: InputFile, member: tar_archive.Member | None) -> Any:
+    if member is None:
+        return None
+    where = f"{file.path}: {_SETTINGS}"
+    if member.size > YAML_BYTES:
+        raise CorruptCheckpoint(f"{where}: has {member.size:,} bytes, more than any settings")
+    return parse_yaml(file.read(member.offset, member.size), where)
 
 
 def _require_one_each(ranks: Mapping[str, RankId], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zipfile
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.runs import assert_refused, run
 RANKS, HYBRID = FIXTURES / "fsdp-verl-dp3", FIXTURES / "fsdp-verl-hybrid-2x2"
 ORIGINAL = FIXTURES / "peft-llama-all-linear/base"
 """The model that both hold."""
+HIDDEN, BF16_BYTES = 32, 2
 
 
 @pytest.mark.parametrize(
@@ -81,6 +83,26 @@ def test_a_rank_in_anothers_place_is_found_out(tmp_path: Path) -> None:
     path = copy(tmp_path)
     shutil.copy(path / "model_world_size_3_rank_1.pt", path / "model_world_size_3_rank_2.pt")
     assert_refused(run("fingerprint", path), 3, "a part is missing")
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_rank_of_another_run_is_found_out_by_its_copy(rank: int, tmp_path: Path) -> None:
+    """Two ranks hold each part. The file of the other run has the same names, shapes and places."""
+    path = copy(tmp_path, HYBRID)
+    file = path / f"model_world_size_4_rank_{rank}.pt"
+    rewrite_a_storage(file)
+    assert_refused(run("fingerprint", path), 3, "other values than the copy of another rank")
+
+
+def rewrite_a_storage(file: Path) -> None:
+    """Write a torch file anew with another value in the storage of a query, and right checksums."""
+    with zipfile.ZipFile(file) as stored:
+        contents = {each.filename: stored.read(each) for each in stored.infolist()}
+    name = next(name for name, held in contents.items() if len(held) == 16 * HIDDEN * BF16_BYTES)
+    contents[name] = b"\x01\x3f" + contents[name][2:]
+    with zipfile.ZipFile(file, "w") as stored:
+        for each, content in contents.items():
+            stored.writestr(each, content)
 
 
 def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:

@@ -129,6 +129,63 @@ def refused(path: Path, llama: Path, status: int, *words: str) -> None:
     assert not (path.parent / "out").exists()
 
 
+AGREEING = """\
+mcore_gpt: true
+num_layers: ${oc.env:LAYERS}
+num_attention_heads: 8
+num_query_groups: 4
+kv_channels: null
+layernorm_epsilon: 1.0e-05
+position_embedding_type: rope
+rotary_base: 10000
+rotary_percentage: 1.0
+seq_len_interpolation_factor: null
+moe_router_topk: 7
+"""
+
+
+def with_settings(target: Path, settings: str) -> Path:
+    return write(target, files(LLAMA) | {"model_config.yaml": settings.encode()})
+
+
+def test_settings_that_agree_are_read(llama: Path, tmp_path: Path) -> None:
+    path = with_settings(tmp_path / "x.nemo", AGREEING)
+    assert_holds(open_checkpoint(path, LoadOptions(config=llama)), LLAMA / "expected.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("num_attention_heads: 8", "num_attention_heads: 4"),
+        ("num_query_groups: 4", "num_query_groups: 2"),
+        ("kv_channels: null", "kv_channels: 16"),
+        ("layernorm_epsilon: 1.0e-05", "layernorm_epsilon: 1.0e-06"),
+        ("rotary_base: 10000", "rotary_base: 500000"),
+        ("rotary_percentage: 1.0", "rotary_percentage: 0.5"),
+        ("seq_len_interpolation_factor: null", "seq_len_interpolation_factor: 4"),
+        ("moe_router_topk: 7", "scale_positional_embedding: true"),
+        ("num_layers: ${oc.env:LAYERS}", "num_layers: 3"),
+    ],
+)
+def test_settings_that_contradict_the_configuration_are_refused(
+    old: str, new: str, llama: Path, tmp_path: Path
+) -> None:
+    assert old in AGREEING
+    path = with_settings(tmp_path / "x.nemo", AGREEING.replace(old, new))
+    refused(path, llama, 3, "model_config.yaml: says", new.partition(":")[0])
+
+
+def test_the_settings_of_an_unpacked_archive_are_compared_too(llama: Path, tmp_path: Path) -> None:
+    path = with_settings(tmp_path / "x.nemo", AGREEING.replace("heads: 8", "heads: 4"))
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    refused(tmp_path / "unpacked", llama, 3, "says num_attention_heads = 4")
+
+
+def test_settings_that_are_no_yaml_are_refused(llama: Path, tmp_path: Path) -> None:
+    refused(with_settings(tmp_path / "x.nemo", "a: [1"), llama, 3, "is not a readable YAML file")
+
+
 @pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "a/../../b"])
 def test_names_that_reach_out_of_the_archive_are_refused(
     name: str, llama: Path, tmp_path: Path
