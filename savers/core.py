@@ -78,7 +78,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
         planned = plan_dist(header, options, layout)
     else:
-        release = release_for(options.extra, header.training.arguments)
+        release = release_for(options.extra, header.training.arguments, config)
         style = _style(config, options, release, hybrid=hybrid)
         implementation = options.transformer_impl
         planned = plan_ranks(header, options, layout, style, transformer_impl=implementation)
@@ -182,7 +182,7 @@ SAVER = Saver(
         INDEXER_FOR: "the release of Megatron core that will compute the indexers of sparse attention: `0.16` (0.16 to 0.18, rotary "
         "elements last), or `0.19` (0.19 and later; the default)",
         FOR_RELEASE: f"the release of Megatron core that will load rank files (torch), whose names differ: {' or '.join(RELEASES)} "
-        "(and later ones); default: the source's, else 0.16",
+        "(and later ones); default: the source's, else 0.16, or 0.17 for a hybrid with an MTP layer",
         MODEL: f"the class of Megatron core that loads the output: `{GPT}` (GPTModel), or `{HYBRID}` (HybridModel of core 0.19, which "
         "has a layer for each mixer and for each MLP); default: the source's, else GPTModel",
         FOR: f"`{BRIDGE}`: torch_dist with the run_config.yaml from which Megatron-Bridge builds the model; Megatron-LM loads it as well",

@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super. Each layer is one of Mamba 2, attention, an MLP, or experts."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano, Super and Ultra. Each layer is one of Mamba 2, attention, an MLP, or experts."""
 
 from dataclasses import replace
 
@@ -6,6 +6,13 @@ from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import SQUARED_RELU, model_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD
 from megaconv.families.parts.deepseek_experts import SIGMOID_ROUTER, routed_experts, sigmoid_routing
+from megaconv.families.parts.hybrid_mtp import (
+    IN_CORE,
+    hybrid_mtp_keys,
+    hybrid_mtp_rows,
+    unconverted_mtp,
+    without_stored_mtp,
+)
 from megaconv.families.parts.keys import Keys, size
 from megaconv.families.parts.mamba import (
     HEADS,
@@ -18,7 +25,6 @@ from megaconv.families.parts.mamba import (
     mamba_rows,
     of_experts,
 )
-from megaconv.families.parts.mtp import MTP_LEFT_OUT
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.table import Copied, Fused, Row, Stacked
 
@@ -91,9 +97,12 @@ _TIED_HEAD = Copied(
 )
 """transformers' NemotronHForCausalLM reads the head from the file although tie_word_embeddings is true. Without the
 tensor, it starts with a random head."""
-_EMBEDDING = replace(EMBEDDING.renamed(hf="backbone.embeddings.weight"), copies=(_TIED_HEAD,))
+_EMBEDDING = replace(
+    EMBEDDING.renamed(hf="backbone.embeddings.weight"), copies=(_TIED_HEAD, IN_CORE)
+)
+_LAYERS = (*mamba_rows(_NORM, _HF), *_ATTENTION, *_MLP, *_EXPERTS)
 ROWS = in_core((
-    _EMBEDDING, *mamba_rows(_NORM, _HF), *_ATTENTION, *_MLP, *_EXPERTS,
+    _EMBEDDING, *_LAYERS, *hybrid_mtp_rows(_LAYERS, "backbone.layers.{l}."),
     HEAD[0].renamed(hf="backbone.norm_f.weight", core="decoder.final_norm.weight"), HEAD[1],
 ))  # fmt: skip
 
@@ -120,7 +129,7 @@ _KEYS = (
         ),
     ),
     TIME_STEP_LIMIT,
-    Keys(("num_nextn_predict_layers", "mtp_layers_block_type"), lambda raw: {}, lambda config: {}),
+    hybrid_mtp_keys(PATTERN),
     *model_keys(tied=False, tokens=(1, 2, 0)),
 )
 _FIXED = {
@@ -149,7 +158,8 @@ FAMILY = Family(
     keys=_KEYS,
     fixed=_FIXED,
     only=_ONLY,
-    left_out=MTP_LEFT_OUT,
+    unused=unconverted_mtp,
+    complete=without_stored_mtp,
     renamed={"model.": "backbone."},
     recognized="hybrid_stack !only_mamba !rope !learned !norm_bias !zero_centered plain",
     proven="custom module",

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from megaconv.model.described import DescribedModel
 from megaconv.model.features import OF_LAYER, OF_MODEL, parsed
+from megaconv.model.predicting import kind_of_layer
 from megaconv.model.sizes import SIZES
 from megaconv.model.soundness import require_sound
 
@@ -30,7 +31,7 @@ class ModelConfig(DescribedModel):
         """True if a layer has all of these features, such as `moe !shared_ffn`.
 
         features: names of OF_MODEL and OF_LAYER, separated by spaces. The prefix `!` means that the layer must not have the feature.
-        layer: a number after the last layer stands for the last layer's kind. Raises KeyError for an unknown feature.
+        layer: numbers after the last layer stand for the layers inside MTP layers. Raises KeyError for an unknown feature.
         """
         found = self._features.get(layer)
         if found is None:
@@ -43,7 +44,7 @@ class ModelConfig(DescribedModel):
         return frozenset(name for name, holds in OF_MODEL.items() if holds(self))
 
     def _features_of(self, layer: int) -> frozenset[str]:
-        kind = self.layers[min(layer, self.layer_count - 1)]
+        kind = kind_of_layer(self, layer)
         return frozenset(name for name, holds in OF_LAYER.items() if holds(self, kind, layer))
 
     def sizes(self) -> dict[str, int]:

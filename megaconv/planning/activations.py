@@ -22,6 +22,7 @@ layers, and the inside of one group.
 from collections.abc import Iterator
 
 from megaconv.model.layout import Chunk
+from megaconv.model.predicting import predicting_kinds
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.carried import input_elements, shared_elements
 from megaconv.planning.mixers import in_layer, mixer_cost
@@ -95,7 +96,8 @@ def head_elements(run: Run) -> float:
     of_head = 2 * width * run.tokens + matrix
     found = of_head + (3 * width * run.tokens if config.has("transform") else 0.0)
     if config.mtp_layers:
-        of_mtp_layer = (layer_elements(run, config.layers[-1]) + 3 * width) * run.tokens
+        inside = sum(layer_elements(run, kind) for kind in predicting_kinds(config))
+        of_mtp_layer = (inside + 3 * width) * run.tokens
         found += config.mtp_layers * (of_head + of_mtp_layer)
     return found
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.predicting import predicting_kinds
 from megaconv.model.rank_share import RankShare
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.activations import offloaded_bytes
@@ -171,11 +172,24 @@ class Estimator:
                 found = _sum(found, each, count)
         head = Cost()
         if contents[1]:
-            last = self.config.layer_count - 1
-            head = head_cost(run, parameters.layer(last), self.machine)
+            inside = [
+                (kind, parameters.layer(self._last_like(kind)))
+                for kind in predicting_kinds(self.config)
+            ]
+            head = head_cost(run, inside, self.machine)
         if run.offloaded:
             found = self._offloaded(run, found, head.seconds, known)
         return _sum(found, head, 1)
+
+    def _last_like(self, kind: LayerKind) -> int:
+        """Return the last layer with this kind's mixer and MLP; if there is none, the last layer."""
+        layers = self.config.layers
+        alike = (
+            layer
+            for layer in reversed(range(len(layers)))
+            if (layers[layer].mixer, layers[layer].mlp) == (kind.mixer, kind.mlp)
+        )
+        return next(alike, len(layers) - 1)
 
     def _offloaded(
         self, run: Run, layers: Cost, head: float, known: Mapping[Contents, Cost]

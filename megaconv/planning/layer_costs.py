@@ -1,6 +1,6 @@
 """The time and memory that a microbatch takes in one layer, or in the head, on one rank: seconds and bytes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -120,8 +120,11 @@ def forward_seconds(run: Run, kind: LayerKind, share: RankShare, machine: Machin
     return products + attention + elementwise + exchanged
 
 
-def head_cost(run: Run, last: RankShare, machine: Machine) -> Cost:
-    """Return the cost of the head, and of layers that predict further tokens. last: one layer of the last kind's share."""
+def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: Machine) -> Cost:
+    """Return the cost of the head, and of layers that predict further tokens.
+
+    inside: kinds of the layers inside one of these, with their parameters on this rank.
+    """
     config = run.config
     columns = run.vocab_rows / run.layout.tp
     heads = 1 + config.mtp_layers
@@ -129,7 +132,8 @@ def head_cost(run: Run, last: RankShare, machine: Machine) -> Cost:
     logits = run.tokens * columns * LOGIT_BYTES
     further = Cost()
     if config.mtp_layers:
-        further = layer_cost(run, config.layers[-1], last, machine)
+        costs = [layer_cost(run, kind, share, machine) for kind, share in inside]
+        further = Cost(*(sum(values) for values in zip(*costs, strict=True)))
     traffic = there_and_back(run, run.tokens * heads, run.config.hidden)
     mtp = config.mtp_layers
     return Cost(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megaconv.model.layout import Chunk, Layout
+from megaconv.model.predicting import predicting_kinds
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.carried import input_elements, shared_elements
 from megaconv.planning.mixers import mixer_cost
@@ -165,7 +166,8 @@ def of_head(run: Run) -> Iterator[Counted]:
         # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
     for _ in range(run.config.mtp_layers):
-        yield from of_layer(run, run.config.layers[-1], run.tokens, 1)
+        for kind in predicting_kinds(run.config):
+            yield from of_layer(run, kind, run.tokens, 1)
     if run.config.head.binary and run.sequence:
         # The pooler broadcasts the first token of each sequence, and sums its gradient.
         yield "tp", "all_reduce", 2 * run.micro_batch * run.config.hidden * run.itemsize

@@ -16,13 +16,13 @@ from megaconv.megatron.distributed.keys import stacks_layers
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE
+from megaconv.model.predicting import kind_of_layer, predicting_kinds
 from megaconv.model.table import encoder_layers
 from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
 from megatron_lite.checkpoint.rank_file import RankFile
 from megatron_lite.engine import Engine
-from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.optimizer.ranges import FlatRange
@@ -203,8 +203,19 @@ def _extra_keys(config: ModelConfig, chunk: Chunk, impl: str) -> Iterator[str]:
         yield from _states_of_encoder(config, chunk, impl)
     for depth in range(config.mtp_layers if chunk.is_last else 0):
         yield f"mtp.layers.{depth}.eh_proj._extra_state/shard_0_1"
-        prefix = f"mtp.layers.{depth}.transformer_layer."
-        yield from _states_of_layer(config, count + depth, impl, prefix, 0, 1)
+        yield from _states_of_prediction(config, depth, impl)
+
+
+def _states_of_prediction(config: ModelConfig, depth: int, impl: str) -> Iterator[str]:
+    """Yield the keys of the layers inside a layer that predicts further tokens."""
+    inside, prefix = len(predicting_kinds(config)), f"mtp.layers.{depth}."
+    first = config.layer_count + depth * inside
+    if inside == 1:
+        yield from _states_of_layer(config, first, impl, f"{prefix}transformer_layer.", 0, 1)
+        return
+    for part in range(inside):
+        within = f"{prefix}mtp_model_layer.layers.{part}."
+        yield from _states_of_layer(config, first + part, impl, within, 0, 1)
 
 
 def _states_of_norms(config: ModelConfig) -> Iterator[str]:
@@ -245,7 +256,7 @@ def _states_of_layer(
 
 
 def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str]:
-    mixer = mixer_of(config, layer_kind(config, layer))
+    mixer = mixer_of(config, kind_of_layer(config, layer))
     found = [] if mixer is None else _of_mixer(mixer, config, impl)
     if config.encoder.layers:
         found += _of_attention("cross_attention", ("linear_q", "linear_kv"), impl)

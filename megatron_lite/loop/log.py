@@ -15,9 +15,9 @@ from typing import Any, Protocol
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
+from megaconv.model.predicting import kind_of_layer, predicting_kinds
 from megaconv.model.table import canonical_shapes
 from megaconv.planning.mixers import in_layer
-from megatron_lite.models.layer_kinds import layer_kind
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.settings.config import Logging
 
@@ -50,7 +50,8 @@ def flops_per_token(
             # Each further predicted token uses the head once more.
             times += config.mtp_layers
         weights += shape[0] * shape[1] * times
-    kinds = [layer_kind(config, layer) for layer in range(config.layer_count + config.mtp_layers)]
+    further = config.mtp_layers * len(predicting_kinds(config))
+    kinds = [kind_of_layer(config, layer) for layer in range(config.layer_count + further)]
     mixed = 0.0
     for kind in kinds:
         mixer = mixer_of(config, kind)

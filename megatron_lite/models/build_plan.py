@@ -6,11 +6,12 @@ from torch.distributed import ProcessGroup
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
+from megaconv.model.predicting import kind_of_layer
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.mixers import in_layer
 from megatron_lite.models import recompute
-from megatron_lite.models.layer_kinds import layer_kind, layer_shares
+from megatron_lite.models.layer_kinds import layer_shares
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.parallel.tensor import Keep, NormOptions, TensorGroup
 from megatron_lite.settings.options import ModelOptions
@@ -47,8 +48,8 @@ class Plan:
     """The same in the MLP and in the shared expert."""
 
     def kind(self, layer: int) -> LayerKind:
-        """Return the kind of a layer; see layer_kind."""
-        return layer_kind(self.config, layer)
+        """Return the kind of a layer; see kind_of_layer."""
+        return kind_of_layer(self.config, layer)
 
     def of_layer(self, layer: int) -> "Plan":
         """Return the plan of one layer: with its own sizes and limits, and with one place of norms if that depends on the mixer."""

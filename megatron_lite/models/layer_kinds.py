@@ -1,24 +1,10 @@
-"""The kinds and sizes of layers, those after the last one among them."""
+"""The sizes of layers, those after the last one among them."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.sharding import own_shares
-from megaconv.model.subjects import LayerKind
-
-
-def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
-    """Return the kind of a layer.
-
-    Layers that predict further tokens come after all others and have the last layer's kind. They have attention, even
-    if the last layer has a delta net.
-    """
-    if layer < config.layer_count:
-        return config.layers[layer]
-    last = config.layers[-1]
-    return replace(last, mixer="attention") if last.mixer == "linear" else last
 
 
 def layer_shares(

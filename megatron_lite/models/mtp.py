@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from megaconv.model.predicting import predicting_kinds
 from megatron_lite.models import recompute
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.layer import Layer
@@ -36,6 +37,19 @@ class Join(nn.Module):
         return joined_columns(column_linear(x, self.weight, None, self.ranks), self.ranks)
 
 
+class Parts(nn.Module):
+    """The layers inside a prediction layer, if each is a mixer or an MLP."""
+
+    def __init__(self, plan: Plan, first: int, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(plan, first + part) for part in range(count))
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, run)
+        return x
+
+
 class PredictionLayer(nn.Module):
     """One prediction layer."""
 
@@ -46,13 +60,20 @@ class PredictionLayer(nn.Module):
             return Norm(plan.config.hidden, plan.norm)
 
         self.enorm, self.hnorm, self.eh_proj = norm(), norm(), Join(plan)
-        self.transformer_layer = Layer(plan, plan.config.layer_count + depth)
+        inside = len(predicting_kinds(plan.config))
+        first = plan.config.layer_count + depth * inside
+        # Megatron core has a name for one layer, and another one for a stack of them.
+        alone = inside == 1
+        self.transformer_layer = Layer(plan, first) if alone else None
+        self.mtp_model_layer = None if alone else Parts(plan, first, inside)
         self.final_layernorm = norm()
 
     def forward(self, embedded: Tensor, hidden: Tensor, run: Pass) -> Tensor:
         """embedded, hidden: both [sequence (/ tp), batch, hidden] -> the same shape."""
         joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
-        made: Tensor = self.final_layernorm(self.transformer_layer(joined, run))
+        inside = self.transformer_layer or self.mtp_model_layer
+        assert inside is not None
+        made: Tensor = self.final_layernorm(inside(joined, run))
         return made
 
 

@@ -9,6 +9,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
+from megaconv.model.predicting import HYBRID_MTP
 from megaconv.model.sharding import rank_sizes
 from megaconv.model.subjects import RANKED_BY, Experts
 from megaconv.planning.mixers import in_layer
@@ -149,6 +150,13 @@ def _check_further_tokens(config: ModelConfig) -> None:
         raise NotExpressible(
             f"the model would be a {config.family} that predicts further tokens, for whose layers no checkpoint has names; these are for "
             "mixtures of experts as DeepSeek-V3 and GLM-4.5 (--moe-router-score-function sigmoid, --moe-router-enable-expert-bias)"
+        )
+    if config.has("hybrid_stack") and (
+        config.mtp_layers > 1 or (config.mtp_layers and not config.experts.count)
+    ):
+        raise NotExpressible(
+            "a hybrid with Mamba layers has at most one layer that predicts further tokens, and that one has experts "
+            f"({HYBRID_MTP}): set --mtp-num-layers 1 beside other layers with experts, or leave it out"
         )
 
 

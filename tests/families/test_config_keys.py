@@ -76,9 +76,9 @@ SILENT = {
     ("deepseek_v2", "n_group"), ("deepseek_v2", "topk_group"),
     # another name for sliding_window_pattern, which counts where there are no layer_types
     ("gemma3_text", "_sliding_window_pattern"),
-    # older names of hybrid_override_pattern's and head_dim's, and layers for multi-token prediction, which are left out
+    # older names of hybrid_override_pattern's and head_dim's, and layers for multi-token prediction, of which these values are left out
     ("nemotron_h", "layers_block_type"), ("nemotron_h", "attention_head_dim"), ("nemotron_h", "num_nextn_predict_layers"),
-    ("nemotron_h", "mtp_layers_block_type"),
+    ("nemotron_h", "mtp_layers_block_type"), ("nemotron_h", "mtp_hybrid_override_pattern"),
     *(("mellum", key) for key in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")),
     # beyond the tokens up to which the model is described
     ("qwen", "use_dynamic_ntk"), ("qwen", "use_logn_attn"),

@@ -141,7 +141,12 @@ def test_equal_stages_of_a_pattern_without_stages_are_read(tmp_path: Path) -> No
         ("GEG*-E", r"gated delta net \(G\) only in a model whose layers are G or \*, and - or E"),
         ("MEG-ME", r"gated delta net \(G\) only"),
         ("GE*-GE/M*", r"MTP layers \(after '/'\) of one attention and an MLP"),
-        ("ME*-ME/*E", "no supported model family has the MTP layers after '/'"),
+        (
+            "ME*-ME/M*",
+            r"one MTP layer \(after '/'\) of such a model, of attention and experts \(\*E\)",
+        ),
+        ("ME*-ME/*E/*E", "reads one MTP layer"),
+        ("M-*-M-/*E", "only beside other layers with experts"),
     ],
 )
 def test_a_pattern_that_megaconv_cannot_read_is_refused_with_its_symbol(

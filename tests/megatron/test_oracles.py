@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
+from safetensors.torch import save_file
 
 import megaconv
 from megaconv.errors import NotExpressible
@@ -18,7 +19,8 @@ from megaconv.model.described import value_of
 from megaconv.model.fields import per_layer
 from tests.conftest import FIXTURES
 from tests.families.test_delta_nets import with_mtp
-from tests.families.test_families import assert_same, write_model
+from tests.families.test_families import assert_same, weights_of, write_model
+from tests.families.test_hybrid_mtp import MTP_OF_HYBRID
 from tests.megatron_oracle import (
     Megatron,
     OracleFailed,
@@ -127,6 +129,8 @@ def to_core(source: Path, target: Path, **options: Any) -> Path:
     others = options.pop("options", None) or {}
     if installed_minor() >= 19:  # its indexers have the order of transformers
         others = {name: value for name, value in others.items() if name != "indexer_for"}
+    if others.get("model") == "hybrid":  # names of one release alone
+        release = {}
     asked = {"options": {**release, **others}}
     megaconv.convert(
         source,
@@ -225,6 +229,28 @@ def test_a_hybrid_model_loads_its_layers_for_multi_token_prediction(
     megaconv.convert(hf, tmp_path / "fp32", saver="hf", dtype="fp32")
     settings: dict[str, Any] = {"pp": 2, "layer_split": (1, 2), "options": {"model": "hybrid"}}
     core = to_core(tmp_path / "fp32", tmp_path / "core", ckpt_format=ckpt_format, **settings)
+    expected = compute(load(tmp_path / "fp32"), tokens)
+    assert_close(megatron.logits(core, tokens)[..., : expected.shape[-1]], expected)
+
+
+@pytest.mark.skipif(
+    installed_minor() < 19, reason="hybrids with MTP layers are of core 0.17 and later"
+)
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_a_hybrid_with_mamba_layers_loads_its_layer_for_multi_token_prediction(
+    ckpt_format: str, megatron: Megatron, tmp_path: Path
+) -> None:
+    """Loading is strict. The logits come from the other layers."""
+    import torch
+
+    hf = write_model(tmp_path / "hf", "nemotron_h", **MTP_OF_HYBRID, moe_latent_size=8)
+    # Larger weights would make more of the last bits.
+    weights = {name: 0.3 * weight for name, weight in weights_of(hf).items()}
+    save_file(weights, hf / "model.safetensors", metadata={"format": "pt"})
+    tokens = torch.arange(24).reshape(2, 12) % 16
+    megaconv.convert(hf, tmp_path / "fp32", saver="hf", dtype="fp32")
+    settings: dict[str, Any] = {"pp": 2, "layer_split": (2, 3), "ckpt_format": ckpt_format}
+    core = to_core(tmp_path / "fp32", tmp_path / "core", tp=2, **settings)
     expected = compute(load(tmp_path / "fp32"), tokens)
     assert_close(megatron.logits(core, tokens)[..., : expected.shape[-1]], expected)
 

@@ -8,6 +8,7 @@ convolution. Source: modeling_nemotron_h.py of transformers 5; mamba_mixer.py of
 is over 4 positions.
 """
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -72,6 +73,11 @@ _WORDS = {
 """
 
 
+def layer_symbols(words: Sequence[str]) -> str:
+    """A hybrid pattern from transformers' words for its layers; `?` for an unknown word."""
+    return "".join(_WORDS.get(word, "?") for word in words)
+
+
 def _pattern(raw: Raw) -> str:
     kinds = raw.get("layers_block_type")
     if kinds is None:
@@ -81,7 +87,7 @@ def _pattern(raw: Raw) -> str:
         raise NotExpressible(
             f"{CONFIG_NAME}: layers_block_type has {others[0]!r}; supported: {', '.join(_WORDS)}"
         )
-    return "".join(_WORDS[kind] for kind in kinds)
+    return layer_symbols(kinds)
 
 
 def _read_layers(raw: Raw) -> Fields:

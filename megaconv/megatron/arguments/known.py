@@ -12,6 +12,8 @@ and the same commit. tests/megatron/test_known_arguments.py compares them (tests
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from megaconv.model.predicting import HYBRID_MTP
+
 
 class Limit(NamedTuple):
     """The values that an argument may have."""
@@ -118,7 +120,7 @@ _CONFIGURATION: Mapping[str, Limit] = {
     ),
     "heterogeneous_block_specs": Limit((None, False), "layers differ from each other"),
     "mtp_use_repeated_layer": Limit((None, False), "one MTP layer predicts all further tokens"),
-    "mtp_hybrid_override_pattern": Limit((None,), "MTP layers are of several kinds"),
+    "mtp_hybrid_override_pattern": Limit((None, HYBRID_MTP), "MTP layers are of other kinds than attention and experts"),
     "dsa_indexer_topk_freq": Limit((None, 1), "layers share what one of them has chosen"),
     "dsa_indexer_scoring_relu": Limit((None, True), "an indexer's scores may be negative"),
     "dsa_indexer_k_norm_epsilon": Limit((None, 1e-6), "an indexer's norm has another epsilon"),

@@ -21,6 +21,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.pattern import has_pattern, pattern_of
+from megaconv.model.predicting import HYBRID_MTP
 
 LEAST_TIME_STEP = "megaconv_least_time_step"
 _SIZES = {
@@ -80,6 +81,7 @@ def _epsilon_refused(epsilon: float) -> str:
 
 def _pattern_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     pattern, split = pattern_of(config), split_arguments(layout)
+    predicting = f"/{HYBRID_MTP}" * config.mtp_layers
     listed = split["pipeline_model_parallel_layout"] is not None or layout.vpp > 1
     return {
         "is_hybrid_model": True,
@@ -87,10 +89,21 @@ def _pattern_arguments(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "hybrid_attention_ratio": 0.0,
         "hybrid_mlp_ratio": 0.0,
         "spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
-        **(
-            {"hybrid_layer_pattern": _with_stages(pattern, layout), **_BY_PATTERN} if listed else {}
-        ),
+        **_unified_pattern(pattern, layout, predicting, listed=listed),
     }
+
+
+def _unified_pattern(
+    pattern: str, layout: Layout, predicting: str, *, listed: bool
+) -> dict[str, Any]:
+    """The pattern for core 0.17 and later. Earlier releases have no MTP layers in such a model, and get no pattern then."""
+    if not listed and not predicting:
+        return {}
+    main = _with_stages(pattern, layout) if listed else pattern
+    found: dict[str, Any] = {"hybrid_layer_pattern": main + predicting}
+    if predicting:
+        found["hybrid_override_pattern"] = None
+    return found | (_BY_PATTERN if listed else {})
 
 
 def _with_stages(pattern: str, layout: Layout) -> str:

@@ -21,6 +21,7 @@ from megaconv.megatron.states.ranks import Ranks
 from megaconv.megatron.states.recipient import FOR
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
+from megaconv.model.predicting import HYBRID_MTP
 
 Tensor = TypeVar("Tensor")
 
@@ -84,10 +85,10 @@ def is_of_pairs(args: Namespace) -> bool:
                 f"the checkpoint's hybrid_layer_pattern is {pattern!r:.100}: megaconv reads a gated delta net (G) only in a model "
                 "whose layers are G or *, and - or E, by turns"
             )
-        if any(predicting):
+        if any(predicting) and (predicting != [HYBRID_MTP] or "E" not in layers):
             raise UnknownFamily(
-                f"the checkpoint's hybrid_layer_pattern is {pattern!r:.100}: no supported model family has the MTP layers after '/'; "
-                "save the checkpoint without them"
+                f"the checkpoint's hybrid_layer_pattern is {pattern!r:.100}: megaconv reads one MTP layer (after '/') of such a model, "
+                f"of attention and experts ({HYBRID_MTP}), and only beside other layers with experts; save the checkpoint without it"
             )
         return False
     if any(part not in ("", "*-", "*E") for part in predicting):

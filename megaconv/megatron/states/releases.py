@@ -26,6 +26,8 @@ NAMED_BY = "megaconv_named_by"
 
 _Rename = Callable[[str], str]
 _MTP = re.compile(r"((?:language_model\.)?mtp\.layers\.\d+\.)mtp_model_layer\.")
+_MTP_OF_GPT = re.compile(_MTP.pattern + r"(?!layers\.)")
+"""A hybrid's MTP layer is a stack of layers. Core has had it since 0.17, under this name alone."""
 _OLDER_MTP = re.compile(r"(mtp\.layers\.\d+\.)transformer_layer\.")
 _CONVOLUTION = re.compile(r"(\.mixer\.conv1d)_(weight|bias)$")
 _OLDER_CONVOLUTION = re.compile(r"(\.mixer\.conv1d)\.(weight|bias)$")
@@ -33,7 +35,7 @@ _OLDER_CONVOLUTION = re.compile(r"(\.mixer\.conv1d)\.(weight|bias)$")
 
 def older_name(name: str) -> str:
     """The name of a parameter in core 0.16, from its name in any release."""
-    return _CONVOLUTION.sub(r"\1.\2", _MTP.sub(r"\1transformer_layer.", name))
+    return _CONVOLUTION.sub(r"\1.\2", _MTP_OF_GPT.sub(r"\1transformer_layer.", name))
 
 
 def release_of(names: Collection[str]) -> str:
@@ -50,15 +52,21 @@ def note_release(args: Namespace, names: Collection[str]) -> None:
         setattr(args, NAMED_BY, release)
 
 
-def release_for(asked: Mapping[str, str], arguments: Mapping[str, Any]) -> str:
-    """The release whose names rank files get: by the option, otherwise the source's.
+def release_for(asked: Mapping[str, str], arguments: Mapping[str, Any], config: ModelConfig) -> str:
+    """The release whose names rank files get: by the option, otherwise the source's, otherwise the first with such a model.
 
-    asked: the saver's options. arguments: those of the source's run. Raises UsageError for an unknown release.
+    asked: the saver's options. arguments: those of the source's run. Raises UsageError for an unknown release, and for
+    one without MTP layers in hybrids.
     """
-    release = asked.get(FOR_RELEASE) or str(arguments.get(NAMED_BY, RELEASES[0]))
+    first = "0.17" if config.mtp_layers and config.has("hybrid_stack") else RELEASES[0]
+    release = asked.get(FOR_RELEASE) or str(arguments.get(NAMED_BY, first))
     if release not in RELEASES:
         raise UsageError(
             f"--option {FOR_RELEASE}={release}: is not known; choose one of {', '.join(RELEASES)}"
+        )
+    if release < first:
+        raise UsageError(
+            f"--option {FOR_RELEASE}={release}: has no MTP layers in hybrids; choose {first} or a later release"
         )
     return release
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from tests import mamba_oracle
 from tests.megatron_oracle import (
     REPOSITORY,
     load_chunks,
@@ -99,6 +100,8 @@ def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float
     (model,) = load_chunks(args, version)
     model.output_layer.gather_output = False  # built for logits, not for a loss
     model.config.mtp_num_layers = args.mtp_num_layers  # taken away for the same reason
+    if mamba_oracle.is_hybrid(args):
+        model.mtp_process = bool(args.mtp_num_layers)
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
     )

@@ -148,6 +148,9 @@ _DELTA_NETS = {
 MODELS = {
     "mamba": from_fields("mamba2", {**SIZES, **_MAMBA_ALONE}),
     "hybrid": from_fields("nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID}),
+    "hybrid, further tokens": from_fields(
+        "nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID, "mtp_layers": 1}
+    ),
     "delta nets": from_fields("qwen3_5", {**SIZES, **_DELTA_NETS}),
     "delta nets, experts": from_fields(
         "qwen3_next",

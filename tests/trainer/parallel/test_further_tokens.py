@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megaconv import convert
 from megaconv import open as open_checkpoint
+from tests.families.test_families import weights_of, write_model
+from tests.families.test_hybrid_mtp import MTP_OF_HYBRID
 from tests.megatron.test_optimizer import assert_one_step
+from tests.megatron_oracle import installed_minor
 from tests.optimizer_models import load
 from tests.optimizer_oracle import step as go_on
 from tests.runs import run as megaconv
@@ -21,7 +26,7 @@ from tests.trainer.parallel.test_megatron import train as steps_of
 from tests.trainer.parallel.worlds import World
 
 TIED = DEEPSEEK.replace("--untie-embeddings-and-output-weights ", "")
-MODEL = "further tokens, tied"
+MODEL, HYBRID = "further tokens, tied", "hybrid, further tokens"
 
 
 @pytest.mark.oracle
@@ -39,17 +44,40 @@ def test_a_step_is_that_of_megatron_core(tmp_path: Path) -> None:
     assert (report.loss, report.grad_norm) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.oracle
+@pytest.mark.skipif(
+    installed_minor() < 19, reason="hybrids with MTP layers are of core 0.17 and later"
+)
+def test_a_step_of_a_hybrid_is_that_of_megatron_core(tmp_path: Path) -> None:
+    """The loss, and the norm of all gradients, those of the layer of attention and experts among them."""
+    hf = write_model(tmp_path / "hf", "nemotron_h", **MTP_OF_HYBRID, moe_latent_size=None)
+    # Larger weights would make more of the last bits.
+    gentle = {name: 0.3 * weight.float() for name, weight in weights_of(hf).items()}
+    save_file(gentle, hf / "model.safetensors", metadata={"format": "pt"})
+    convert(
+        hf, tmp_path / "ckpt", saver="core", dtype="fp32", transformer_impl="local",
+        make_vocab_size_divisible_by=1, options={"release": "0.19"},
+    )  # fmt: skip
+    tokens = torch.randint(19, (1, 4, 2, 17), generator=torch.Generator().manual_seed(8))
+    ((expected,),) = train_with_core([tmp_path / "ckpt"], tokens, LR, tmp_path)
+    (report,) = steps_of(tmp_path / "ckpt", tokens)
+    assert (report.loss, report.grad_norm) == pytest.approx(expected, rel=1e-5)
+    assert report.others["mtp_1_loss"] > 0
+
+
 @pytest.mark.parametrize(
     "case",
     [
         Case(MODEL, pp=2, steps=3),
         Case("mimo", tp=2, pp=2, steps=3),
+        Case(HYBRID, pp=2, ep=2, dp=2, steps=2),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
                 Case(MODEL, pp=2, dp=2, distributed=True, masked=False), Case(MODEL, tp=2, pp=2, sequence_parallel=True),
                 Case(MODEL, pp=2, vpp=2, cp=2), Case(MODEL, tp=2, sequence_parallel=True, recompute=FULL),
                 Case(MODEL, pp=4, clip=0.1), Case(MODEL, cp=2, dp=2, distributed=True),
+                Case(HYBRID, tp=2, pp=2, sequence_parallel=True), Case(HYBRID, cp=2, recompute=FULL, distributed=True),
             )
         ),
     ],

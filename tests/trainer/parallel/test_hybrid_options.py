@@ -121,9 +121,19 @@ def test_projections_of_mixers_are_multiplied_in_fp8(
     assert "conv1d" not in in_fp8
 
 
-def test_a_hybrid_with_mamba_layers_that_predicts_further_tokens_is_refused_by_name() -> None:
-    config = changed(MODELS["hybrid"], {"mtp_layers": 1})
-    with pytest.raises(NotExpressible, match="nemotron_h that predicts further tokens"):
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mamba", {"mtp_layers": 1}, "mamba2 that predicts further tokens"),
+        ("hybrid", {"mtp_layers": 2}, "at most one layer that predicts further tokens"),
+        ("hybrid", {"mtp_layers": 1, "experts.count": 0}, r"has experts \(\*E\)"),
+    ],
+)
+def test_other_layers_of_hybrids_that_predict_further_tokens_are_refused(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    config = changed(MODELS[name], change)
+    with pytest.raises(NotExpressible, match=message):
         make_plan(config, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
 
 
