@@ -47,8 +47,10 @@ def tokenizer_values(
 ) -> dict[str, Value]:
     """GGUF metadata of the tokenizer.
 
-    Raises UsageError if there is no tokenizer, NotExpressible for a tokenizer that llama.cpp isn't known to support.
+    Raises UsageError if there is no tokenizer or an option doesn't fit it, NotExpressible for a tokenizer that llama.cpp
+    isn't known to support.
     """
+    _require_usable(files, extra)
     if extra.get("tokenizer") == "none":
         return {_PREFIX + "model": Value("string", "none")}
     settings: Mapping[str, Any] = {}
@@ -73,6 +75,21 @@ def tokenizer_values(
     if isinstance(template, str):
         values["tokenizer.chat_template"] = Value("string", template)
     return values
+
+
+def _require_usable(files: Mapping[str, Path], extra: Mapping[str, str]) -> None:
+    """Raise UsageError for an unknown value of `tokenizer`, and for a `tokenizer_pre` that has no effect."""
+    asked, pre = extra.get("tokenizer"), extra.get("tokenizer_pre")
+    if asked not in (None, "none"):
+        raise UsageError(f"--option tokenizer={asked}: is not known; write none, or leave it out")
+    if pre is not None and asked == "none":
+        raise UsageError(
+            f"--option tokenizer_pre={pre}: has no effect with --option tokenizer=none; leave one of them out"
+        )
+    if pre is not None and "tokenizer.model" in files:
+        raise UsageError(
+            f"--option tokenizer_pre={pre}: has no effect on {files['tokenizer.model']}; leave it out"
+        )
 
 
 def _tokens(

@@ -323,3 +323,27 @@ def test_sizes_that_no_layout_has_are_refused_with_the_reason(
 def test_a_short_time_is_shown_in_milliseconds() -> None:
     shown = [readable_time(seconds) for seconds in (0.0083, 0.9994, 1.0, 12.345)]
     assert shown == ["8.3 ms", "999.4 ms", "1.00 s", "12.35 s"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--ep 2 --gpus 4",
+        "--etp 2 --gpus 4",
+        "--ep 2 --gpus 4 --for infer",
+        "--overlap-moe-expert-parallel-comm --gpus 4",
+        "--moe-token-dispatcher-type flex --gpus 4 --seq-length 64",
+    ],
+)
+def test_flags_of_experts_are_refused_for_a_model_without_experts(
+    options: str, tmp_path: Path
+) -> None:
+    model = write_llama(tmp_path / "model")
+    flag = options.split()[0]
+    assert_refused(run("plan", model, *options.split()), 2, flag, "this model has no experts")
+
+
+def test_flags_of_the_exchange_of_experts_are_not_passed_over() -> None:
+    """They need the estimate of a step, also if nothing else asks for it."""
+    outcome = run("plan", MIXTURE, "--moe-token-dispatcher-type", "flex")
+    assert_refused(outcome, 2, "--gpus is missing")

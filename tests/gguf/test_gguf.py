@@ -150,6 +150,24 @@ def test_gguf_refuses_missing_tokenizers_and_unknown_types_with_a_remedy(tmp_pat
     assert_refused(run(*command, "--option", "gguf_type=q4_k"), 2, "q4_k", "q8_0")
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("tokenizer=nonee",), "tokenizer=nonee: is not known; write none"),
+        (("tokenizer=none", "tokenizer_pre=qwen2"), "no effect with --option tokenizer=none"),
+        (("tokenizer_pre=qwen2",), "no effect on"),
+    ],
+)
+def test_options_of_the_tokenizer_that_have_no_effect_are_refused(
+    options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    """The source has a SentencePiece model, which llama.cpp splits by itself."""
+    source = FIXTURES / "gguf-llama-spm/hf"
+    given = [word for option in options for word in ("--option", option)]
+    outcome = run("convert", source, tmp_path / "out", "--saver", "gguf", *given)
+    assert_refused(outcome, 2, words)
+
+
 @pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken"])
 def test_ranks_of_tiktoken_alone_are_refused_with_what_they_lack(name: str, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "in")

@@ -28,6 +28,8 @@ ONLY_TRAINED = {
     "vpp": "--vpp", "etp": "--etp", "cp": "--cp", "micro_batch": "--micro-batch-size",
 }  # fmt: skip
 """Sizes that only a training run has -> their flags."""
+_OF_EXPERTS = {"ep": "--ep", "etp": "--etp"}
+"""Sizes that only a model with experts has -> their flags."""
 
 
 def _size(flag: str, what: str) -> typer.models.OptionInfo:
@@ -129,18 +131,27 @@ def plan(
         "tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp, "micro_batch": micro_batch_size,
     }  # fmt: skip
     given = {name: size for name, size in fixed.items() if size is not None}
+    of_experts = [
+        f"{_OF_EXPERTS[name]} {given[name]}" for name in _OF_EXPERTS if given.get(name, 1) > 1
+    ]
+    of_exchange = _flags_of_exchange(overlap_experts=overlap_experts, dispatcher=dispatcher)
     if purpose == "infer":
-        _refuse_training_flags(given, overlap_experts=overlap_experts, dispatcher=dispatcher)
+        _refuse_training_flags(given, of_exchange)
     elif cache != "auto":
         raise UsageError(f"--kv-cache-dtype {cache} needs --for infer")
     of_a_run = given.keys() - set(LISTED) if gpus is None else given
-    searches = seq_length or global_batch_size or gpu or of_a_run or fp8 or purpose == "lora"
+    of_training = fp8 or purpose == "lora" or of_exchange
+    searches = seq_length or global_batch_size or gpu or of_a_run or of_training
     if searches and gpus is None and purpose != "infer":
         raise UsageError("--gpus is missing: the time of a step depends on the number of GPUs")
     if html is not None:
         require_page("--html", html)
     memory = None if gpu_memory is None else byte_size(gpu_memory, "--gpu-memory ")
     header = inspect(path, replace(load, optimizer=False), loader, check_source=False).header
+    if not header.config.experts.count and (of_experts or of_exchange):
+        raise UsageError(
+            f"{(of_experts + of_exchange)[0]}: this model has no experts; leave it out"
+        )
     found: Layouts | BestLayouts | ServedLayouts
     if purpose == "infer":
         found = layouts_for_serving(
@@ -166,14 +177,18 @@ def plan(
         show(f"{html}: {readable(html.stat().st_size)}")
 
 
-def _refuse_training_flags(
-    given: dict[str, int], *, overlap_experts: bool, dispatcher: Dispatcher
-) -> None:
-    """Raise UsageError for the first flag that only a training run has."""
-    wrong = [flag for name, flag in ONLY_TRAINED.items() if name in given]
+def _flags_of_exchange(*, overlap_experts: bool, dispatcher: Dispatcher) -> list[str]:
+    """The given flags about the exchange of experts' tokens."""
+    flags = []
     if overlap_experts:
-        wrong.append("--overlap-moe-expert-parallel-comm")
+        flags.append("--overlap-moe-expert-parallel-comm")
     if dispatcher != "alltoall":
-        wrong.append("--moe-token-dispatcher-type")
+        flags.append("--moe-token-dispatcher-type")
+    return flags
+
+
+def _refuse_training_flags(given: dict[str, int], of_exchange: list[str]) -> None:
+    """Raise UsageError for the first flag that only a training run has."""
+    wrong = [flag for name, flag in ONLY_TRAINED.items() if name in given] + of_exchange
     if wrong:
         raise UsageError(f"{wrong[0]} is for training; leave it out with --for infer")

@@ -106,6 +106,10 @@ def verify(
             raise UsageError(
                 "--forward checks no signature; run `megaconv verify` with the options of the signature first"
             )
+        of_two = {"--tolerance": tolerance, "--loader-b": loader_b}
+        given = [name for name, value in of_two.items() if value is not None]
+        if other is None and given:
+            raise UsageError(f"{given[0]} is for two checkpoints; give B too, or leave it out")
         request = ForwardRequest(
             places=(path,) if other is None else (path, other),
             loaders=(loader_a or loader, loader_b or loader)[: 1 if other is None else 2],

@@ -17,7 +17,7 @@ from tests.conftest import FIXTURES
 from tests.memory import growth
 from tests.models import write_large_llama, write_llama
 from tests.package.test_architecture import ROOT
-from tests.runs import run
+from tests.runs import assert_refused, run
 from tests.trainer.parallel.small import SIZES
 from tests.transformers_oracle import MIXTURES, VARIANTS, Variant, create, load
 
@@ -54,6 +54,12 @@ def changed(source: Path, tensor: str, factor: float, target: Path) -> Path:
 
 def states(out: str) -> dict[str, float]:
     return {name.strip(): float(relative) for name, relative, *_ in LINE.findall(out)}
+
+
+@pytest.mark.parametrize("option", [("--tolerance", 0.1), ("--loader-b", "core")])
+def test_options_of_two_checkpoints_need_two(llama: Path, option: tuple[object, ...]) -> None:
+    outcome = run("verify", llama, "--forward", *option)
+    assert_refused(outcome, 2, f"{option[0]} is for two checkpoints; give B too")
 
 
 def test_one_model_in_two_formats_computes_the_same(llama: Path, tmp_path: Path) -> None:
