@@ -12,10 +12,11 @@ from megatron_lite.inference.grammar import ANY_OBJECT
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_answers import Choice, Piece
+from megatron_lite.inference.server.xml_calls import read_xml_call
 
 MOST_TOOLS = 128
 _MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call as Hermes, Qwen and many others write it."""
+"""A call as Hermes, Qwen and many others write it: JSON, or XML."""
 _ARGUMENTS = ("arguments", "parameters")
 """The key of the arguments in a call; Llama 3 writes the second one."""
 
@@ -53,7 +54,12 @@ class Tools:
         return rest, tuple(calls)
 
     def _calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls in a JSON text: an object, or a list of objects. Another text has none."""
+        """Return the calls in a text: a JSON object, a list of objects, or a call in XML. Another text has none."""
+        schemas = {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
+        named = read_xml_call(text, schemas)
+        if named is not None:
+            name, arguments = named
+            return [_openai_call(name, arguments)] if name in schemas else []
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -70,8 +76,7 @@ class Tools:
         arguments: Any = given[0] if given else {}
         if not isinstance(arguments, dict):
             return None
-        function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
-        return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        return _openai_call(value["name"], arguments)
 
 
 def read_tools(fields: Fields) -> Tools | None:
@@ -131,6 +136,11 @@ def _check(described: Any) -> None:
             )
         if not isinstance(function.get("parameters", {}), dict):
             raise Refused(f"the parameters of tool {number} should be a JSON schema", "tools")
+
+
+def _openai_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
 def _name(tool: Mapping[str, Any]) -> str:

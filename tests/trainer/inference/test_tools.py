@@ -62,6 +62,51 @@ def test_calls_are_found_in_an_answer(
     assert len({call["id"] for call in found}) == len(calls)
 
 
+SHOP = {
+    "type": "function",
+    "function": {
+        "name": "buy",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "note": {"type": "string"},
+                "count": {"type": "integer"},
+                "gift": {"type": "boolean"},
+                "sizes": {"type": "array"},
+            },
+        },
+    },
+}
+
+
+def xml(name: str, **values: str) -> str:
+    parameters = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def test_calls_in_the_xml_of_qwen_are_read_by_the_schema() -> None:
+    values = {
+        "note": "12\n\nx < y",
+        "count": "3",
+        "gift": "True",
+        "sizes": '["a", 1]',
+        "other": "b",
+    }
+    text = f"<think>\nI buy.\n</think>\n\n{xml('buy', **values)}\n{xml('time')}"
+    rest, calls = Tools((SHOP, TIME)).split(text)
+    assert rest == "<think>\nI buy.\n</think>"
+    made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    arguments = {**values, "count": 3, "gift": True, "sizes": ["a", 1]}
+    assert made == [("buy", arguments), ("time", {})]
+
+
+@pytest.mark.parametrize("text", [xml("unknown"), xml("buy", note="a").split("</function>")[0]])
+def test_xml_of_an_unknown_tool_or_without_its_end_stays_text(text: str) -> None:
+    assert Tools((SHOP,)).split(text) == (text, ())
+
+
 def test_a_request_can_limit_the_answer_to_one_call() -> None:
     tools = read(tools=[WEATHER, TIME], parallel_tool_calls=False)
     assert tools is not None
