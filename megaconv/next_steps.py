@@ -41,7 +41,7 @@ DIRECTORIES = (
     Kind(
         ("iter_*/adapter_config.json",),
         "is a run that trains an adapter (PEFT), which holds only what is added to a model: `megaconv merge BASE RUN --save-dir OUT` "
-        "merges the newest into its base",
+        "merges the newest into its base, `megatron-lite chat --load BASE --adapter RUN` computes it beside the base",
     ),
     Kind(
         ("rank0.safetensors",),

@@ -138,11 +138,14 @@ class LayerSplit:
         return len(parse_pattern(self.pattern)) if self.pattern is not None else None
 
 
-def divide(total: int, parts: int, what: str, over: str) -> int:
-    """total / parts. Raises LayoutError, which names the dimension, its value and the number of ranks."""
+def divide(total: int, parts: int, what: str, over: str, another: str = "") -> int:
+    """total / parts. Raises LayoutError, which names the dimension, its value and the number of ranks.
+
+    another: a second remedy for the message.
+    """
     if parts < 1 or total % parts:
         raise LayoutError(
-            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}",
+            f"{what} = {total} can't be divided over {over} = {parts}; choose a size that divides {total}{another}",
             code="layout-indivisible",
         )
     return total // parts
@@ -177,12 +180,17 @@ def split_layers(layers: int, pp: int, vpp: int, split: LayerSplit) -> tuple[int
     return _even(layers, pp * vpp, split)
 
 
+_UNEVEN = (
+    ", or give the first stage another number of layers: --decoder-first-pipeline-num-layers N"
+)
+
+
 def _even(layers: int, stages: int, split: LayerSplit) -> tuple[int, ...]:
     counted = layers + split.account_for_embedding + split.account_for_loss
     what = (
         "layers" if counted == layers else f"layers (with embedding and loss counted, {layers} +)"
     )
-    found = [divide(counted, stages, what, "pp x vpp")] * stages
+    found = [divide(counted, stages, what, "pp x vpp", _UNEVEN)] * stages
     # The embedding and the loss each take the place of one layer on their stage.
     found[0] -= split.account_for_embedding
     found[-1] -= split.account_for_loss

@@ -90,7 +90,7 @@ def test_an_error_about_many_checkpoints_below_lists_some_and_counts_the_rest(
         ),
         (
             touch("iter_0000005/adapter_config.json"),
-            ["is a run that trains an adapter", "megaconv merge BASE RUN"],
+            ["is a run that trains an adapter", "megaconv merge BASE RUN", "--adapter RUN"],
         ),
         (
             touch("config.json", "model-Q4_K_M.gguf"),
