@@ -10,6 +10,7 @@ from pathlib import Path
 from formats import rank_files
 from megaconv.errors import UsageError
 from megaconv.loader import Loader
+from megaconv.megatron.arguments.nemo_settings import require_agreement_beside
 from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.arguments.sparse import (
     INDEXER_FROM,
@@ -42,6 +43,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         files = open_files(path)
         if is_adapter(files.tensors):
             return open_adapter_source(files.version, files.tensors, options)
+        if options.config is not None:
+            require_agreement_beside(files.version, options.config)
         source, ckpt_format = open_dist(files, options), files.backend
     else:
         source = open_ranks(path, options, legacy=False)

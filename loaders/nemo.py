@@ -26,7 +26,7 @@ from megaconv.errors import UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.loader import Loader
-from megaconv.megatron.arguments.nemo_settings import require_agreement
+from megaconv.megatron.arguments.nemo_settings import SETTINGS, require_agreement
 from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.names import describe_naming, naming_of
@@ -34,7 +34,7 @@ from megaconv.megatron.states.ranks import RankId, ranks_of_models
 from megaconv.model.ir import OpenedSource
 from megaconv.options import LoadOptions
 
-_WEIGHTS, _SETTINGS = "model_weights.ckpt", "model_config.yaml"
+_WEIGHTS = "model_weights.ckpt"
 _DISTRIBUTED = "model_weights/"
 _RANK = re.compile(
     rf"(?:tp_rank_(\d{{1,5}})_pp_rank_(\d{{1,5}})|mp_rank_(\d{{1,5}}))/{re.escape(_WEIGHTS)}"
@@ -71,7 +71,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     # With several stages, the last stage's copy of a tied embedding looks like an untied head.
     _, config = read_config(options.config / CONFIG_NAME)
-    require_agreement(settings, config, f"{path}: {_SETTINGS}")
+    require_agreement(settings, config, f"{path}: {SETTINGS}")
     args = Namespace(untie_embeddings_and_output_weights=not config.tie_embeddings)
     source = RankSource(rank_files.RankFiles(path, None, {}), ranks, args)
     naming = naming_of(names)
@@ -105,7 +105,7 @@ def _contents(path: Path) -> tuple[_States, Any]:
         states: _States = {}
         for name, rank in ranks.items():
             states[rank] = torch_zip.read(path / name), str(path / name)
-        settings = path / _SETTINGS
+        settings = path / SETTINGS
         return states, read_yaml(settings) if settings.is_file() else None
     file = InputFile.open(path)
     members = tar_archive.read_members(file)
@@ -125,13 +125,13 @@ def _contents(path: Path) -> tuple[_States, Any]:
         rank: (torch_zip.read_at(file, *members[names[name]]), f"{path}: {name}")
         for name, rank in ranks.items()
     }
-    return states, _settings_in(file, members.get(names.get(_SETTINGS, "")))
+    return states, _settings_in(file, members.get(names.get(SETTINGS, "")))
 
 
 def _settings_in(file: InputFile, member: tar_archive.Member | None) -> Any:
     if member is None:
         return None
-    where = f"{file.path}: {_SETTINGS}"
+    where = f"{file.path}: {SETTINGS}"
     if member.size > YAML_BYTES:
         raise CorruptCheckpoint(f"{where}: has {member.size:,} bytes, more than any settings")
     return parse_yaml(file.read(member.offset, member.size), where)

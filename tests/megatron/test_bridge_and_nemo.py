@@ -145,6 +145,20 @@ def test_the_distributed_weights_of_an_unpacked_nemo_1_archive_are_read_with_a_c
     assert_holds(checkpoint, FIXTURES / DENSE / "expected.safetensors")
 
 
+def test_the_settings_beside_the_weights_of_an_unpacked_nemo_1_archive_are_compared(
+    tmp_path: Path,
+) -> None:
+    """With other heads, the rows of a fused query, key and value would be other heads' rows."""
+    path = write_nemo(tmp_path / "in", DENSE, prefix="model.") / "weights"
+    path.rename(tmp_path / "in" / "model_weights")
+    shutil.rmtree(tmp_path / "in" / "context")
+    (tmp_path / "in" / "model_config.yaml").write_text("num_attention_heads: 2")
+    run("convert", FIXTURES / DENSE, tmp_path / "hf", "--saver", "hf")
+    weights = tmp_path / "in" / "model_weights"
+    outcome = run("fingerprint", weights, "--config", tmp_path / "hf")
+    assert_refused(outcome, 3, "model_config.yaml: says num_attention_heads = 2")
+
+
 def test_missing_fields_of_a_provider_are_asked_for(tmp_path: Path) -> None:
     fields = provider(own_args(DENSE))
     for name in ("rotary_base", "num_query_groups", "normalization", "activation_func"):

@@ -10,10 +10,17 @@ megatron_gpt_config.yaml and megatron_gpt_model.py of NeMo 1.23 and 2.0.
 
 from collections.abc import Callable, Iterator, Mapping
 from math import isclose
+from pathlib import Path
 from typing import Any
 
+from formats.yaml_file import read_yaml
 from megaconv.errors import TensorMismatch
+from megaconv.families import read_config
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
+
+SETTINGS = "model_config.yaml"
+_DISTRIBUTED = "model_weights"
 
 _Field = Callable[[ModelConfig], Any]
 _ALWAYS: Mapping[str, _Field] = {
@@ -48,6 +55,17 @@ def require_agreement(settings: Any, config: ModelConfig, where: str) -> None:
             raise TensorMismatch(
                 f"{where}: says {name} = {found!r:.60}, the configuration {expected}. Give --config of the same model"
             )
+
+
+def require_agreement_beside(version: Path, directory: Path) -> None:
+    """Do the same for the `model_weights/` of an unpacked archive, whose settings lie beside it.
+
+    version: the directory of a distributed checkpoint. directory: that of the configuration.
+    """
+    file = version.parent / SETTINGS
+    if version.name == _DISTRIBUTED and file.is_file():
+        _, config = read_config(directory / CONFIG_NAME)
+        require_agreement(read_yaml(file), config, str(file))
 
 
 def _compared(settings: Mapping[Any, Any], config: ModelConfig) -> Iterator[tuple[str, _Field]]:
