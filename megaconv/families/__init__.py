@@ -37,7 +37,7 @@ from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, changed
-from megaconv.model.meaning import require_kept, require_same_structure
+from megaconv.model.meaning import name_contradictions, require_kept, require_same_structure
 from megaconv.model.table import Row
 
 SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")
@@ -325,10 +325,11 @@ def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 def fitting_config(path: Path, found: ModelConfig, where: str) -> ModelConfig:
     """The model of a config.json that --config gives. Raises TensorMismatch if the checkpoint has another structure.
 
-    found: the model of the checkpoint `where`.
+    found: the model of the checkpoint `where`. Warns of values that differ and that no tensor shows.
     """
     _, stated = read_config(path)
     require_same_structure(stated, found, str(path), where)
+    name_contradictions(stated, found, str(path), where)
     return stated
 
 

@@ -1,5 +1,6 @@
 """The meaning of a model's configuration: the fields that have an effect. Configurations are compared by it."""
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.described import OF_ONE_LAYER, value_of
 from megaconv.model.fields import FIELDS, STRUCTURE, fields_of, one_or_each
 from megaconv.model.sizes import SIZES
+
+_log = logging.getLogger("megaconv")
 
 _OF_FILES = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of a config.json about its files instead of its model."""
@@ -257,6 +260,32 @@ def require_same_structure(
             raise TensorMismatch(
                 f"{described}: says {name} = {given}, {where} has {expected}; it describes another model"
             )
+
+
+_COMPUTED = ("norm.epsilon", "positions.theta", "mlp.activation", "experts.per_token")
+
+
+def name_contradictions(
+    stated: ModelConfig, found: ModelConfig, described: str, where: str
+) -> None:
+    """Warn of values that no tensor shows and that differ from those of a checkpoint. Parameters: as above."""
+    differing = [
+        (name, value_of(stated, name), value_of(found, name))
+        for name in _COMPUTED
+        if value_of(stated, name) != value_of(found, name)
+    ]
+    scaled, unscaled = stated.positions.scaling, found.positions.scaling
+    if (scaled is None) != (unscaled is None):
+        differing.append(("positions.scaling", scaled, unscaled))
+    for name, given, own in differing:
+        _log.warning(
+            "%s says %s = %s, the settings in %s say %s; --config wins",
+            described,
+            name,
+            given,
+            where,
+            own,
+        )
 
 
 def require_kept(

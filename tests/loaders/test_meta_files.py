@@ -456,6 +456,29 @@ def test_positions_are_those_of_the_generation(
     assert open_source(find_input(meta)).header.config.max_positions == positions
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"rms_norm_eps": 1e-6}, "norm.epsilon = 1e-06, the settings in"),
+        ({"rope_theta": 500000.0}, "positions.theta = 500000.0, the settings in"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "positions.scaling = "),
+        ({}, ""),
+    ],
+)
+def test_values_of_a_hugging_face_directory_that_params_contradict_are_named(
+    changed: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = write_llama(tmp_path / "hf")
+    meta = to("llama_mistral", hf, tmp_path / "meta")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | changed))
+    caplog.clear()
+    to("hf", meta, tmp_path / "back", config=hf)
+    named = [line for line in caplog.messages if "--config wins" in line]
+    assert len(named) == len(changed)
+    assert words in caplog.text
+
+
 def test_a_hugging_face_directory_knows_better(tmp_path: Path) -> None:
     meta = write_meta(tmp_path / "meta", LLAMA2)
     hf = to("hf", meta, tmp_path / "hf")
