@@ -264,8 +264,10 @@ def _modules_with_states(config: ModelConfig, layer: int, impl: str) -> list[str
         found += _of_retrieval(config, layer, impl)
     if config.has("dense", layer):
         return found + _MLP
+    if config.has("moe expert_latent", layer) and impl == "transformer_engine":
+        found += ["mlp.fc1_latent_proj", "mlp.fc2_latent_proj"]
     if config.has("moe shared_ffn", layer):
-        return [*found, "mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     return found
 
 

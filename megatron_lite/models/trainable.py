@@ -96,7 +96,6 @@ NOT_COMPUTED = {
     "situ": "an activation that a tanh limits",
     "shorter_head": "a head without rows for the last tokens of the vocabulary",
     "partly_scaled": "rope scaling in some of its layers",
-    "expert_latent": "experts that work on a projection of the hidden states",
 }
 """Features that the decoder does not support, whatever the family."""
 ROPE_SCALINGS = ("linear", "llama3", "yarn", "ntk_alpha", "proportional")
@@ -125,6 +124,7 @@ def check_trained(
             "--cpu-offloading-num-layers can't be combined with layers that share keys and values, or that have inputs of their own"
         )
     _check_further_tokens(config)
+    _check_latent_experts(config)
     if config.experts.count:
         _check_experts(config, layout, options, sequence=sequence)
     sizes = rank_sizes(config, layout)
@@ -157,6 +157,15 @@ def _check_further_tokens(config: ModelConfig) -> None:
         raise NotExpressible(
             "a hybrid with Mamba layers has at most one layer that predicts further tokens, and that one has experts "
             f"({HYBRID_MTP}): set --mtp-num-layers 1 beside other layers with experts, or leave it out"
+        )
+
+
+def _check_latent_experts(config: ModelConfig) -> None:
+    with_names = (row for row in family(config.family).rows if "expert_latent" in (row.when or ""))
+    if config.experts.latent and not any(with_names):
+        raise NotExpressible(
+            f"the model would be a {config.family} with experts of a latent width, which no checkpoint has names for; they are for hybrids "
+            "with Mamba layers (--hybrid-override-pattern)"
         )
 
 

@@ -10,6 +10,7 @@ from megaconv.megatron.arguments.read import from_arguments
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
+from megaconv.model.pattern import pattern_of
 from megaconv.model.subjects import Retriever
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
@@ -114,6 +115,7 @@ def _base_fields(model: Model, vocab: int) -> dict[str, Any]:
             "layers.mlp": tuple("experts" if one else "dense" for one in _with_experts(model)),
             "experts.shared_gate": model.moe_shared_expert_gate,
             "experts.router_bias": model.moe_router_enable_expert_bias,
+            "experts.latent": model.moe_latent_size or 0,
         }
     return found
 
@@ -274,7 +276,11 @@ def _stated(config: ModelConfig) -> dict[str, Any]:
         "no_bias_gelu_fusion": not stated["bias_gelu_fusion"],
         "num_query_groups": config.attention.kv_heads,
         "rope_scaling_factor": scaling.get("factor", stated["rope_scaling_factor"]),
+        "moe_latent_size": config.experts.latent or None,
     }
+    if stated.get("hybrid_layer_pattern"):
+        # The flag has no form for the layers that predict further tokens.
+        stated["hybrid_override_pattern"] = pattern_of(config)
     if "bert_binary_head" in stated:
         stated["bert_no_binary_head"] = not stated["bert_binary_head"]
     return stated

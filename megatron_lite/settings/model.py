@@ -82,6 +82,9 @@ class Model:
         None, "width of the shared expert, which processes every token"
     )
     moe_shared_expert_gate: bool = flag(False, "gate on the shared expert")
+    moe_latent_size: int | None = flag(
+        None, "width of the routed experts' input and output in a hybrid (default: the hidden size)"
+    )
     multi_latent_attention: bool = flag(
         False, "compute keys and values from one latent vector for each token, as DeepSeek does"
     )

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from safetensors.torch import save_file
 
 import megaconv
 from formats import torch_dist
-from megaconv.errors import UsageError
+from megaconv.errors import UnknownFamily, UsageError
 from tests.families.test_families import assert_same, weights_of, write_model
+from tests.families.test_hybrid_models import edited
 from tests.megatron_oracle import read_rank_file, version_directory
 from tests.optimizer_models import write_trained
 
@@ -130,6 +132,23 @@ def test_names_and_keys_are_those_of_core_0_19(hf: Path, tmp_path: Path) -> None
 def test_a_release_without_such_layers_is_refused(hf: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"release=0\.16: has no MTP layers in hybrids; choose"):
         megaconv.convert(hf, tmp_path / "never", saver="core", options={"release": "0.16"})
+
+
+def test_a_pattern_of_its_own_for_the_layer_is_read(hf: Path, tmp_path: Path) -> None:
+    """As in Megatron-Bridge's provider. Other patterns, and one layer that predicts several tokens, are refused."""
+
+    def apart(args: Namespace) -> None:
+        args.hybrid_layer_pattern, args.mtp_hybrid_override_pattern = "ME*-E", "*E"
+
+    def repeated(args: Namespace) -> None:
+        args.mtp_use_repeated_layer = True
+
+    megaconv.convert(hf, tmp_path / "core", saver="core")
+    expected = megaconv.fingerprint(hf)
+    assert megaconv.fingerprint(edited(tmp_path / "core", apart)) == expected
+    megaconv.convert(hf, tmp_path / "repeated", saver="core")
+    with pytest.raises(UnknownFamily, match="mtp_use_repeated_layer"):
+        megaconv.open(edited(tmp_path / "repeated", repeated))
 
 
 # What config.json says.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megaconv.planning.capacity import capacity_of
 from megatron_lite.models.activation import activate
 from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.moe.counting import RowNumbers
 from megatron_lite.models.moe.dispatch import by_exchange
 from megatron_lite.models.moe.gathering import by_gathering
@@ -55,7 +56,7 @@ class Expert(nn.Module):
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
-        shape, ffn, hidden = plan.config.mlp, plan.sizes["moe_ffn"], plan.config.hidden
+        shape, ffn, hidden = plan.config.mlp, plan.sizes["moe_ffn"], plan.sizes["expert_hidden"]
         self.linear_fc1 = ExpertMatrix(hidden, ffn * (2 if shape.gated else 1), bias=shape.bias)
         self.linear_fc2 = ExpertMatrix(ffn, hidden, bias=shape.bias)
 
@@ -71,7 +72,7 @@ class Experts(nn.Module):
         self.local_experts = nn.ModuleList(Expert(plan) for _ in range(plan.sizes["local_experts"]))
 
     def forward(self, x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
-        """x [rows, hidden], sorted by expert; counts: rows of each expert; weights [rows, 1] -> [rows, hidden].
+        """x [rows, expert_hidden], sorted by expert; counts: rows of each expert; weights [rows, 1] -> the shape of x.
 
         As in Megatron, the weights multiply the activation, so that no output has to be kept. In some models they
         multiply the input (Llama 4).
@@ -145,8 +146,19 @@ DISPATCHERS = {"alltoall": by_exchange, "allgather": by_gathering}
 """The methods to exchange tokens with other ranks' experts, by Megatron's names."""
 
 
+def _projections(plan: Plan) -> tuple[WholeLinear | None, WholeLinear | None]:
+    """Return the projections to the experts' own width and back; None for both if this is the hidden width."""
+    hidden, latent = plan.config.hidden, plan.config.experts.latent
+    if not latent:
+        return None, None
+    return WholeLinear(hidden, latent), WholeLinear(latent, hidden)
+
+
 class Mixture(nn.Module):
-    """Router, experts of this rank and of others, shared experts, and a norm after them. Its input is already normed."""
+    """Router, experts of this rank and of others, shared experts, and a norm after them. Its input is already normed.
+
+    The routed experts may have a width of their own, to which a matrix projects the tokens before they are sent.
+    """
 
     def __init__(self, plan: Plan, layer: int) -> None:
         super().__init__()
@@ -155,6 +167,7 @@ class Mixture(nn.Module):
         self.padded_to = plan.options.balance.padded_to
         self.dispatch = DISPATCHERS[plan.options.dispatcher]
         self.router = self.make_router(plan, layer)
+        self.fc1_latent_proj, self.fc2_latent_proj = _projections(plan)
         self.experts = Experts(plan)
         self.shared_experts = SharedExperts(plan) if plan.config.experts.shared_ffn else None
         normed_after = plan.norm_after is not None or plan.config.norm.after_experts
@@ -174,9 +187,10 @@ class Mixture(nn.Module):
     def _routed(self, routed: Tensor, x: Tensor, run: Pass) -> Tensor:
         """Return the routed experts' output for x. routed: the router's input, as x [sequence (/ tp), batch, hidden]."""
         flat = x.flatten(0, 1)
+        projected = flat if self.fc1_latent_proj is None else self.fc1_latent_proj(flat)
         weights, chosen = self.router(routed.flatten(0, 1), x.shape[1], run.balance)
         mixed: Tensor = self.dispatch(
-            flat,
+            projected,
             weights,
             chosen,
             self.count,
@@ -184,7 +198,8 @@ class Mixture(nn.Module):
             self.experts,
             self._numbers(run, len(flat)),
         )
-        return mixed.view_as(x)
+        made = mixed if self.fc2_latent_proj is None else self.fc2_latent_proj(mixed)
+        return made.view_as(x)
 
     def _numbers(self, run: Pass, tokens: int) -> RowNumbers:
         """Return the source of numbers of rows. In training, it waits for the device once in a pass; with padding, never."""

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 COMPUTED = {
     name: variant
     for name, variant in {**VARIANTS, **MIXTURES, **NAMED, **BEYOND_MEGATRON}.items()
-    if family_of(variant) in TRAINED and "moe_latent_size" not in variant.settings
+    if family_of(variant) in TRAINED
 }
 QUICK = ("llama", "deepseek_v3", "nemotron_h, experts")
 QUICK_FAMILIES = ("gemma2", "gpt_oss", "llama4", "qwen3_next")
@@ -97,7 +97,7 @@ def config_of(family: str) -> ModelConfig:
     if rotated_width(config) % 2:
         rotates = {"rotary_dim": 4} if family == "minimax_m2" else {"head_dim": 16}
         config = read(raw_config(family, **rotates))
-    return changed(config, {"experts.latent": 0})
+    return config
 
 
 def in_memory(config: ModelConfig, tensors: dict[str, LazyTensor]) -> Engine:

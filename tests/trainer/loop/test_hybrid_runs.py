@@ -39,6 +39,11 @@ EXPERTS = (
     + " --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --sequence-parallel"
 )
 """Experts without a shared one, and a router without a bias, which Nemotron-H's own models have."""
+FURTHER = (
+    f"{EXPERTS} --moe-latent-size 12 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+    "--moe-shared-expert-intermediate-size 24 --mtp-num-layers 1"
+)
+"""Like Nemotron 3 Super: experts in a latent width, and a layer that predicts further tokens."""
 MODELS = {"hybrid": HYBRID, "hybrid, experts": EXPERTS, "delta nets": DELTA_NETS}
 MAMBA = HYBRID.replace("--hybrid-override-pattern M*M-", "--is-hybrid-model")
 RANK_FILES = "--train-iters 2 --lr-decay-iters 7 --save ckpt --tp 2 --pp 2 --ckpt-format torch --transformer-impl local"
@@ -102,6 +107,21 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_both_formats_hold_the_same(
     assert straight[3] == stopped[3]
     prints = [megaconv.fingerprint(tmp_path / each / "ckpt") for each in ("straight", "stopped")]
     assert prints[0].weights == prints[1].weights
+
+
+def test_a_hybrid_that_predicts_further_tokens_goes_on_and_is_converted(tmp_path: Path) -> None:
+    words = f"pretrain {FURTHER} {COMMON} --train-iters 3"
+    train(tmp_path / "straight", 1, f"{words} --ckpt-format torch_dist")
+    for more in ("--exit-interval 2", "--resume"):
+        train(tmp_path / "stopped", 1, f"{words} --ckpt-format torch {more}")
+    straight, stopped = (tmp_path / each for each in ("straight", "stopped"))
+    assert metrics(straight)[3] == metrics(stopped)[3]
+    prints = [megaconv.fingerprint(each / "ckpt") for each in (straight, stopped)]
+    assert prints[0].weights == prints[1].weights
+    megaconv.convert(stopped / "ckpt", tmp_path / "hf", saver="hf")
+    assert megaconv.fingerprint(tmp_path / "hf").weights == prints[0].weights
+    found = megaconv.open(tmp_path / "hf").config
+    assert (found.mtp_layers, found.experts.latent) == (1, 12)
 
 
 @pytest.mark.slow

@@ -149,7 +149,7 @@ MODELS = {
     "mamba": from_fields("mamba2", {**SIZES, **_MAMBA_ALONE}),
     "hybrid": from_fields("nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID}),
     "hybrid, further tokens": from_fields(
-        "nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID, "mtp_layers": 1}
+        "nemotron_h", {**SIZES, **_EXPERTS, **_HYBRID, "experts.latent": 12, "mtp_layers": 1}
     ),
     "delta nets": from_fields("qwen3_5", {**SIZES, **_DELTA_NETS}),
     "delta nets, experts": from_fields(

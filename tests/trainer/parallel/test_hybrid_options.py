@@ -127,9 +127,10 @@ def test_projections_of_mixers_are_multiplied_in_fp8(
         ("mamba", {"mtp_layers": 1}, "mamba2 that predicts further tokens"),
         ("hybrid", {"mtp_layers": 2}, "at most one layer that predicts further tokens"),
         ("hybrid", {"mtp_layers": 1, "experts.count": 0}, r"has experts \(\*E\)"),
+        ("mixtral", {"experts.latent": 8}, "mixtral with experts of a latent width"),
     ],
 )
-def test_other_layers_of_hybrids_that_predict_further_tokens_are_refused(
+def test_models_without_names_in_checkpoints_are_refused(
     name: str, change: dict[str, Any], message: str
 ) -> None:
     config = changed(MODELS[name], change)

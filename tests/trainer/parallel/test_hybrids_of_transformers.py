@@ -25,6 +25,7 @@ HYBRIDS = {
     "mamba2": OF_PURE_MAMBA,
     "nemotron_h": OF_MAMBA,
     "nemotron_h, experts": OF_MAMBA,
+    "nemotron_h, experts in a latent width": OF_MAMBA,
     "bamba": OF_PURE_MAMBA,
     "bamba, epsilon": OF_PURE_MAMBA,
     "granite_moe_hybrid": OF_MAMBA,
@@ -77,6 +78,11 @@ def test_logits_loss_and_every_gradient_are_those_of_transformers(
             "lfm2_moe", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow
         ),
         ("nemotron_h, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
+        (
+            "nemotron_h, experts in a latent width",
+            Layout(2, 1, 1, 2, stage_layers=(LAYERS,)),
+            True,
+        ),
         ("qwen3_next", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True),
         pytest.param(
             "lara_mini", Layout(2, 1, 1, 2, stage_layers=(LAYERS,)), True, marks=pytest.mark.slow
