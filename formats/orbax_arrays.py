@@ -16,7 +16,7 @@ import logging
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -150,7 +150,7 @@ def open_arrays(tree: OrbaxTree, names: Mapping[str, str]) -> dict[str, Any]:
         ) from error
     for name, array in opened.items():
         _require_chunks(tree, name, array, keys)
-        if array.dtype.name not in ITEMSIZE:
+        if array.dtype.name not in ITEMSIZE or "float" not in array.dtype.name:
             raise CorruptCheckpoint(
                 f"{tree.path}: {names[name]} is of {array.dtype.name}, which no weights are"
             )
@@ -191,23 +191,30 @@ def _require_chunks(tree: OrbaxTree, name: str, array: Any, keys: set[str]) -> N
         raise CorruptCheckpoint(
             f"{tree.path}: {name} has {prod(grid)} chunks, and some are missing; copy it again"
         )
-    chunk_key = _zarr3_key if tree.zarr3 else _zarr2_key
+    beginning, separator = _chunk_keys(array, zarr3=tree.zarr3)
     for index in np.ndindex(*grid):
-        key = chunk_key(name, index)
+        numbers = (*beginning, *map(str, index))
+        key = f"{name}/{separator.join(numbers) or '0'}"
         if key not in keys:
             raise CorruptCheckpoint(
                 f"{tree.path}: the chunk {key} is missing; copy it again", code="missing-file"
             )
 
 
-def _zarr2_key(name: str, index: Sequence[int]) -> str:
-    """NAME/2.0, and NAME/0 for a scalar."""
-    return f"{name}/" + (".".join(map(str, index)) or "0")
+def _chunk_keys(array: Any, *, zarr3: bool) -> tuple[tuple[str, ...], str]:
+    """(what each chunk's key begins with, the separator), as the array's own metadata say.
 
-
-def _zarr3_key(name: str, index: Sequence[int]) -> str:
-    """NAME/c/2/0, and NAME/c for a scalar."""
-    return "/".join((name, "c", *map(str, index)))
+    zarr 2 has NAME/2.0 or NAME/2/0, and NAME/0 for a scalar; zarr 3 NAME/c/2/0 or NAME/c.2.0, NAME/c for a scalar, or
+    zarr 2's keys. tensorstore would read a chunk under another key as zeros.
+    """
+    metadata = array.spec().to_json()["metadata"]
+    if not zarr3:
+        return (), metadata["dimension_separator"]
+    encoding = metadata["chunk_key_encoding"]
+    is_default = encoding["name"] == "default"
+    usual = "/" if is_default else "."
+    separator = encoding.get("configuration", {}).get("separator", usual)
+    return ("c",) if is_default else (), separator
 
 
 def _first_line(error: Exception) -> str:

@@ -258,6 +258,55 @@ def test_a_missing_chunk_is_named(tmp_path: Path) -> None:
     refused(path, tmp_path, 3, "layers_1.mlp.wo.kernel/0.0 is missing")
 
 
+def change_array(path: Path, **changed: Any) -> Path:
+    """Change the metadata of one matrix; returns its directory."""
+    (file,) = (path / "0/items").glob("*layers_1.mlp.wo.kernel/.zarray")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return file.parent
+
+
+def test_chunks_are_looked_for_under_the_keys_that_the_metadata_name(tmp_path: Path) -> None:
+    """tensorstore reads a chunk that it doesn't find as zeros."""
+    path = copy(tmp_path)
+    array = change_array(path, dimension_separator="/")
+    refused(path, tmp_path, 3, "layers_1.mlp.wo.kernel/0/0 is missing")
+    (array / "0").mkdir()
+    (array / "0.0").rename(array / "0/0")
+    assert convert(path, tmp_path / "out", *SPLIT).status == 0
+    assert convert(UNSCANNED / "checkpoint", tmp_path / "expected", *SPLIT).status == 0
+    found, expected = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected")
+    )
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("encoding", "key"),
+    [
+        ({"name": "default", "configuration": {"separator": "."}}, "c.0.0"),
+        ({"name": "v2"}, "0.0"),
+        ({"name": "v2", "configuration": {"separator": "/"}}, "0/0"),
+    ],
+)
+def test_chunks_of_zarr_3_are_looked_for_under_the_keys_that_the_metadata_name(
+    encoding: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    config = FIXTURES / "peft-mixtral-experts/base"
+    raw = json.loads((config / "config.json").read_text())
+    path = write_tree(tmp_path / "in", mixtral_arrays(raw), ocdbt=False)
+    (file,) = path.glob("7/items/*token_embedder.embedding/zarr.json")
+    described = json.loads(file.read_text()) | {"chunk_key_encoding": encoding}
+    file.write_text(json.dumps(described))
+    outcome = convert(path, tmp_path / "out", *SPLIT, config=config)
+    assert_refused(outcome, 3, f"token_embedder.embedding/{key} is missing")
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    path = copy(tmp_path)
+    change_array(path, dtype="<i2")
+    refused(path, tmp_path, 3, "layers_1.mlp.wo.kernel is of int16, which no weights are")
+
+
 @pytest.mark.parametrize("name", [".zarray", "0.0"])
 def test_a_pipe_in_a_files_place_is_not_waited_for(name: str, tmp_path: Path) -> None:
     path = copy(tmp_path)
