@@ -3,9 +3,13 @@
     shard-00001-model-00001-of-00001.safetensors       __metadata__ of its header gives the place of each chunk:
     {"DCP_SHARDING_INFO": "{\"model.norm.weight\": {\"saved_offsets\": [0]}, ...}"}
 
+The first number is that of a rank, whose count nothing says. The others are the number and the count of the files to which
+the model's tensors were assigned. A rank without a part of a file's tensors doesn't write this file.
+
 Source: torch/distributed/checkpoint/hf_storage.py and _hf_utils.py of torch 2.13.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +20,7 @@ from formats.regular_files import parse_json
 from formats.tensor import FileTensor, Shape, as_shape
 
 _FILES = "shard-*-model-*.safetensors"
+_NAME = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors")
 _INFO = "DCP_SHARDING_INFO"
 
 
@@ -37,6 +42,7 @@ def read(directory: Path) -> dict[str, ChunkedTensor]:
     """The tensors of a directory, by name. Raises CorruptCheckpoint if chunks don't cover their tensor exactly once, as
     with a missing file."""
     pieces: dict[str, list[tuple[Shape, FileTensor]]] = {}
+    _require_one_save(directory)
     for path in sorted(directory.glob(_FILES)):
         offsets = _offsets(path)
         for name, tensor in safetensors.read(path).items():
@@ -46,6 +52,35 @@ def read(directory: Path) -> dict[str, ChunkedTensor]:
                 )
             pieces.setdefault(name, []).append((offsets[name], tensor))
     return {name: _join(directory, name, parts) for name, parts in pieces.items()}
+
+
+def require_files(directory: Path) -> int:
+    """The number of ranks whose files are there. Raises CorruptCheckpoint if no rank has one of the model's files."""
+    names = _names(directory)
+    held = {int(name[2]) for name in names}
+    count = max((int(name[3]) for name in names), default=0)
+    if len(held) < count:
+        missing = next(number for number in range(1, count + 1) if number not in held)
+        raise CorruptCheckpoint(
+            f"{directory}: has no shard-*-model-{missing:05d}-of-{count:05d}.safetensors; copy the whole checkpoint",
+            code="missing-file",
+        )
+    return len({int(name[1]) for name in names})
+
+
+def _require_one_save(directory: Path) -> None:
+    counts = {int(name[3]) for name in _names(directory)}
+    if len(counts) > 1:
+        listed = " and ".join(map(str, sorted(counts)))
+        raise CorruptCheckpoint(
+            f"{directory}: has shards of models of {listed} files; keep those of one save"
+        )
+
+
+def _names(directory: Path) -> list[re.Match[str]]:
+    """The numbers in the names of the files: of the rank, of the model's file, and how many files the model has."""
+    found = (_NAME.fullmatch(path.name) for path in directory.glob(_FILES))
+    return [match for match in found if match]
 
 
 def _offsets(path: Path) -> dict[str, Shape]:

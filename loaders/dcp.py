@@ -8,6 +8,7 @@ rotary pairs, as Meta does. The names may have a prefix from the state dict. The
 from the checkpoint's directory. Optimizer state is read if it is that of torch's Adam (megaconv/pytorch/stored_optimizer.py).
 """
 
+import logging
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -33,6 +34,8 @@ from megaconv.options import LoadOptions
 from megaconv.pytorch import titan_names
 from megaconv.pytorch.dcp_training import GLOBAL_BATCH_SIZE, open_run
 from megaconv.pytorch.training_state import Parameters
+
+_log = logging.getLogger("megaconv")
 
 _TITAN = META_ROWS
 _TRANSFORMERS = (HF, HF_STACKED)
@@ -68,6 +71,12 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     archives = torch_dist.open_directory(path) if torch_dist.is_dcp(path) else None
     opened = sharded_safetensors.read(path) if archives is None else archives.tensors()
+    if archives is None and config.own_names:
+        _log.warning(
+            "%s: has files of %d ranks, and nothing says whether that is all of them: no family is known whose shapes would show it",
+            path,
+            sharded_safetensors.require_files(path),
+        )
     plain = {_plain(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
     stored = {titan_names.before_03(name, plain.keys()): each for name, each in plain.items()}
     naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)

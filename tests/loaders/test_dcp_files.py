@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -120,13 +120,64 @@ def test_gpt2s_transposed_matrices_survive(tmp_path: Path) -> None:
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
+def write_shards(directory: Path, ranks: int, files: int = 2) -> Path:
+    """Parts of two tensors, each in a file of its own, by the names and headers of torch's writer."""
+    directory.mkdir()
+    whole = {"a.weight": torch.arange(48.0).view(12, 4), "b.weight": torch.arange(24.0).view(12, 2)}
+    rows = 12 // ranks
+    for rank in range(ranks):
+        for number, (name, tensor) in enumerate(whole.items(), start=1):
+            info = {name: {"saved_offsets": [rank * rows, 0]}}
+            file = f"shard-{rank + 1:05d}-model-{number:05d}-of-{files:05d}.safetensors"
+            part = tensor[rank * rows : (rank + 1) * rows].clone()
+            save_file({name: part}, directory / file, {"DCP_SHARDING_INFO": json.dumps(info)})
+    return directory
+
+
+def without_family(directory: Path) -> Path:
+    directory.mkdir()
+    raw = {"architectures": ["StrangeForCausalLM"], "model_type": "strange", "hidden_size": 4}
+    (directory / "config.json").write_text(json.dumps(raw))
+    return directory
+
+
+def test_a_file_that_no_rank_has_is_missed(tmp_path: Path) -> None:
+    config = without_family(tmp_path / "config")
+    path = write_shards(tmp_path / "in", ranks=3)
+    for file in path.glob("*-model-00002-*"):
+        file.unlink()
+    outcome = run("convert", path, tmp_path / "out", "--saver", "hf", "--config", config)
+    assert_refused(outcome, 3, "has no shard-*-model-00002-of-00002.safetensors")
+
+
+def test_shards_of_two_saves_are_refused(tmp_path: Path) -> None:
+    config = without_family(tmp_path / "config")
+    path = write_shards(tmp_path / "in", ranks=2)
+    (path / "shard-00002-model-00001-of-00002.safetensors").rename(
+        path / "shard-00002-model-00001-of-00003.safetensors"
+    )
+    outcome = run("convert", path, tmp_path / "out", "--saver", "hf", "--config", config)
+    assert_refused(outcome, 3, "shards of models of 2 and 3 files")
+
+
+def test_shards_whose_count_nothing_says_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the last rank's files, the tensors look complete and have fewer rows."""
+    config = without_family(tmp_path / "config")
+    path = write_shards(tmp_path / "in", ranks=3)
+    for file in path.glob("shard-00003-*"):
+        file.unlink()
+    outcome = run("convert", path, tmp_path / "out", "--saver", "hf", "--config", config)
+    assert outcome.status == 0
+    assert "has files of 2 ranks, and nothing says whether that is all of them" in caplog.text
+
+
 def test_shards_of_the_hugging_face_writer_are_put_together(tmp_path: Path) -> None:
     name = "shard-00001-model-00001-of-00001.safetensors"
     stored = sharded_safetensors.read(FIXTURES / "dcp-hf-writer/ckpt")
     assert stored.keys() == safetensors.read(FIXTURES / "dcp-hf-writer/expected.safetensors").keys()
     header = {"DCP_SHARDING_INFO": json.dumps({"a": {"saved_offsets": [2, 0]}})}
-    from safetensors.torch import save_file
-
     save_file({"a": torch.ones(1, 3)}, tmp_path / name, metadata=header)
     with pytest.raises(
         megaconv.errors.CorruptCheckpoint, match="a: its chunks hold 3 of 9 elements"
