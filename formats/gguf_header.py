@@ -9,7 +9,7 @@ A name is a u64 length and that many bytes of UTF-8. The data section begins at 
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -60,7 +60,7 @@ _NUMBERS = {
 }
 _STRING, _ARRAY = 8, 9
 _LONGEST_ARRAY = 64
-"""Maximum number of items of an array that are kept. A vocabulary has a hundred thousand, which are of no use here."""
+"""Maximum number of items of an array that are kept unasked. A vocabulary has a hundred thousand."""
 
 Value = int | float | bool | str | list[object]
 
@@ -82,7 +82,7 @@ class GgufTensor:
 class GgufHeader:
     version: int
     keys: Mapping[str, Value]
-    """Key -> value. Arrays of more than 64 items are left out: see `lengths`."""
+    """Key -> value. Arrays of more than 64 items are left out unless they were asked for: see `lengths`."""
     lengths: Mapping[str, int]
     """Number of items of each array."""
     tensors: Mapping[str, GgufTensor]
@@ -96,11 +96,14 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file. Raises CorruptCheckpoint for impossible values and for other versions."""
+def read(path: Path, long: Collection[str] = ()) -> GgufHeader:
+    """Read the header of a GGUF file. long: keys of arrays to keep, however many items they have.
+
+    Raises CorruptCheckpoint for impossible values and for other versions.
+    """
     try:
         with open_stream(path) as file:
-            return _Reader(file, regular_size(path)).header()
+            return _Reader(file, regular_size(path), long).header()
     except ValueError as error:
         raise CorruptCheckpoint(
             f"{path}: is not a valid GGUF file ({error}); copy it again"
@@ -110,8 +113,8 @@ def read(path: Path) -> GgufHeader:
 class _Reader:
     """Reads a file forward, with bounds on everything that it reads."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._at, self._size = file, 0, size
+    def __init__(self, file: BinaryIO, size: int, long: Collection[str]) -> None:
+        self._file, self._at, self._size, self._long = file, 0, size, long
         self._lengths: dict[str, int] = {}
         self._strings = 0
 
@@ -197,19 +200,25 @@ class _Reader:
         if item == _ARRAY:
             raise ValueError(f"{name} is an array of arrays")
         if count > _LONGEST_ARRAY:
-            self._skip(item, count)
-            return None
+            if name not in self._long:
+                self._skip(item, count)
+                return None
+            self._require_few(count)
         if item == _STRING:
             return [self._text() for _ in range(count)]
         return [self._scalar(item) for _ in range(count)]
+
+    def _require_few(self, items: int) -> None:
+        """Count items of arrays. Raises ValueError for more than any vocabulary has."""
+        self._strings += items
+        if self._strings > GGUF_STRINGS:
+            raise ValueError(f"its arrays have {self._strings:,} words, more than any vocabulary")
 
     def _skip(self, item: int, count: int) -> None:
         if item != _STRING:
             self._skip_bytes(count * struct.calcsize(self._format(item)))
             return
-        self._strings += count
-        if self._strings > GGUF_STRINGS:
-            raise ValueError(f"its arrays have {self._strings:,} words, more than any vocabulary")
+        self._require_few(count)
         file, at, end = self._file, self._at, min(self._size, GGUF_HEADER_BYTES)
         for _ in range(count):  # may run a million times, so it calls no method
             at += 8 + int.from_bytes(file.read(8), "little")

@@ -4,7 +4,8 @@ Matrices keep their dtype, except quantized matrices, which become bfloat16 or t
 biases and routers in float32, whatever the model had. They are rounded to the dtype of the matrices. Biases that select
 experts are float32 in models too, and stay float32. The loader reverses llama.cpp's changes: the row order of q and k,
 stacked experts, tensors stored head by head, and norms + 1. A --config, or a config.json in the directory, describes
-the model and has its tokenizer. Without one, the file's metadata describe the model, if they are complete.
+the model and has its tokenizer. Without one, the file's metadata describe the model, if they are complete, and the
+file's tokenizer is restored.
 """
 
 import logging
@@ -18,6 +19,7 @@ from formats.gguf import BLOCK_TYPES
 from formats.gguf_header import GgufHeader, GgufTensor
 from formats.lazy_numpy import Floats, np
 from formats.tensor import FileTensor, InputFile, LazyTensor
+from megaconv.engine.completeness import has_tokenizer
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
@@ -25,6 +27,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.gguf.agreement import require_agreement
 from megaconv.gguf.config import config_of
 from megaconv.gguf.names import DIVISORS, ROUTER_BIAS, gguf_rows
+from megaconv.gguf.stored_tokenizer import LONG, tokenizer_files, unread_tokenizer
 from megaconv.huggingface.weight_files import has_weights, whole_model
 from megaconv.loader import Loader
 from megaconv.model.ceilings import require_countable
@@ -65,6 +68,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     family, config = (
         _described(file, header) if directory is None else read_config(directory / CONFIG_NAME)
     )
+    files = {} if directory is None else find_sidecars(directory)
     _require_same_model(file, header, config)
     tensors = _tensors(file, header, config, options.dtype)
     config, canonical = whole_model(
@@ -74,7 +78,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     described = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
-        files={} if directory is None else find_sidecars(directory),
+        files=files,
+        made={} if has_tokenizer(files) else _tokenizer(file, header),
         source=f"gguf, {header.keys['general.architecture']}, {_types(header)}",
     )
     return OpenedSource(described, canonical)
@@ -96,16 +101,25 @@ def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
         raise TensorMismatch(
             f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor"
         )
-    _log.warning(
-        "%s: its tokenizer is not read; the model's Hugging Face directory has it (--config DIR, or --tokenizer-model DIR of "
-        "megatron-lite)",
-        file,
-    )
     with well_formed(str(file)):
         found = config_of(header.keys, header.tensors, embedding.shape[0], str(file))
         require_countable(found, str(file))
         family = family_of_hf(found, str(file))
         return family, family.read_hf(found)
+
+
+def _tokenizer(file: Path, header: GgufHeader) -> dict[str, bytes]:
+    """The files of the tokenizer by name; empty, with a warning, for a kind that isn't read."""
+    reason = unread_tokenizer(header.keys)
+    if reason:
+        _log.warning(
+            "%s: its tokenizer is not read: %s; the model's Hugging Face directory has it (--config DIR, or --tokenizer-model DIR "
+            "of megatron-lite)",
+            file,
+            reason,
+        )
+        return {}
+    return tokenizer_files(gguf_header.read(file, LONG).keys, str(file))
 
 
 def _file(path: Path) -> Path | None:
@@ -186,7 +200,7 @@ def _plain(file: InputFile, name: str, stored: GgufTensor, dtype: str) -> LazyTe
 
 LOADER = Loader(
     name="gguf",
-    description="GGUF of llama.cpp in F32, F16, BF16, Q4_0, Q8_0 or Q4_K to Q6_K; --config has its tokenizer",
+    description="GGUF of llama.cpp in F32, F16, BF16, Q4_0, Q8_0 or Q4_K to Q6_K, with its tokenizer",
     detect=detect,
     open=open,
 )

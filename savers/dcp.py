@@ -9,7 +9,7 @@ from collections.abc import Callable
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -41,7 +41,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     naming = _naming(table, names)
     config_json = table.config_json(config, header.training.arguments)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
-    files |= copies(header.files)
+    files |= small_files(header)
     stored = DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
     natives = _natives(header, naming, names)

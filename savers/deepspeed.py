@@ -5,7 +5,7 @@ Names are those of transformers' modules. A source without optimizer state becom
 
 from formats.output import FileLayout, PlainFile
 from megaconv.engine.plan import OutputPlan
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -43,7 +43,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     }
     config_json = table.config_json(config, header.training.arguments)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
-    files |= copies(header.files)
+    files |= small_files(header)
     output = UniversalOutput(header, natives, steps_are_numbers=adam == "deepspeed")
     notices = output.plan()
     return OutputPlan(files | output.files, output.placements, notices=notices)

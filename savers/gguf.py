@@ -90,7 +90,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if options.extra.get("tokenizer") == "none":
         # Without a tokenizer, llama.cpp can't count its tokens.
         values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
-    values |= tokenizer_values(header.files, config, options.extra)
+    values |= tokenizer_values(header, config, options.extra)
     rounded = sorted(set(of_matrices) - {"float32"})
     notices = [
         f"matrices are stored as {', '.join(rounded or [main])}, norms and biases as float32",

@@ -10,7 +10,7 @@ from formats.wording import counted
 from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sentence_directory import plan_sentence_directory
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import copies, small_files
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.quantization import (
@@ -60,7 +60,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     table, config = family(header.config.family), _written_config(header.config, options)
     config_json = table.config_json(config, header.training.arguments)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
-    files |= copies(header.files)
+    files |= small_files(header)
     base = _open_base(config, options)
     listed = _listed(table, config, base)
     natives = [native for native in listed if native.copy is None or native.copy.written]

@@ -12,7 +12,7 @@ from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Placeholder
 from formats.safetensors import SafetensorsLayout
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
@@ -40,7 +40,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         "mistral" if config.family in ("mistral", "mixtral") else "meta"
     )
     _check(kind, options)
-    files: dict[str, FileLayout] = {**copies(header.files)}
+    files: dict[str, FileLayout] = {**small_files(header)}
     files[PARAMS_NAME] = PlainFile(
         params_json(config, kind, allow_lossy="rope_scaling" in options.allow_lossy)
     )

@@ -11,7 +11,7 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
@@ -65,7 +65,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """
     config = header.config
     layout = _layout(config, options)
-    files: dict[str, FileLayout] = {**copies(header.files)}
+    files: dict[str, FileLayout] = {**small_files(header)}
     files[CONFIG_NAME] = PlainFile(config_json(config, layout, _quantization(options)))
     placements: dict[Key, list[Placement]] = {}
     zeros: list[tuple[str, str, int, int]] = []

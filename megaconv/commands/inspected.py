@@ -67,7 +67,7 @@ class Inspection:
             "optimizer": self._optimizer(),
             "experts": self.experts(),
             "beside": config.whole.parts() if config.whole else {},
-            "files": sorted(header.files),
+            "files": self._files(),
             "record": None
             if self.differences is None
             else {"same": not self.differences, "differences": dict(self.differences)},
@@ -192,7 +192,7 @@ class Inspection:
         """Lines about the files, and their comparison with the checkpoint's own record."""
         if self.disk_bytes is not None:
             yield "on disk", readable(self.disk_bytes)
-        yield "files", ", ".join(sorted(self.header.files)) or "no tokenizer"
+        yield "files", ", ".join(self._files()) or "no tokenizer"
         if self.differences:
             others = listing([f"{name} {what}" for name, what in self.differences.items()])
             yield "record", f"{RECORD_NAME} differs: {others}"
@@ -200,6 +200,10 @@ class Inspection:
             yield "record", f"names and shapes match {RECORD_NAME}"
         if self.reason is not None:
             yield "convertible", f"no: {self.reason}"
+
+    def _files(self) -> list[str]:
+        """The names of the small files that a conversion writes."""
+        return sorted({*self.header.files, *self.header.made})
 
     def _size(self) -> str:
         """The size with the share of each dtype: `1.2 GiB, bfloat16 100%`."""

@@ -23,7 +23,7 @@ from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.families.biencoder import TOWERS
@@ -137,7 +137,7 @@ def _small_files(header: Header, directory: str) -> Iterator[tuple[str, FileLayo
         described[_TOKENIZER] = _tokenizer_config(header)
     for name, content in described.items():
         yield directory + name, PlainFile(json.dumps(content, indent=2).encode() + b"\n")
-    for name, file in copies(header.files).items():
+    for name, file in small_files(header).items():
         yield directory + name, file
 
 

@@ -11,6 +11,7 @@ from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import PlainFile
 from formats.regular_files import read_small
+from megaconv.model.ir import Header
 
 _log = logging.getLogger("megaconv")
 
@@ -88,6 +89,12 @@ def code_left_out(directory: Path) -> tuple[str, ...]:
 def copies(files: Mapping[str, Path]) -> dict[str, PlainFile]:
     """Files of a model's directory, to be written unchanged. Raises UnsafeContent for a link that leads out of it."""
     return {name: PlainFile(read_sidecar(path)) for name, path in files.items()}
+
+
+def small_files(header: Header) -> dict[str, PlainFile]:
+    """The small files of a model, to be written beside its weights. Raises UnsafeContent like `copies`."""
+    made = {name: PlainFile(content) for name, content in header.made.items()}
+    return copies(header.files) | made
 
 
 def read_sidecar(path: Path) -> bytes:

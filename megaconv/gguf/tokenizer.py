@@ -9,17 +9,20 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.ceilings import SIDECAR_BYTES
 from formats.gguf import Value
-from formats.regular_files import read_json, read_small
+from formats.regular_files import parse_json, read_json, read_small
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header
 
-_NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of tokens, in GGUF's and SentencePiece's numbers."""
 _ADDED_SCORE = -1000.0
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _O200K = "|".join(
@@ -39,23 +42,45 @@ PATTERNS = {
     (_LLAMA3,): "llama-bpe", (_LLAMA3.replace("{1,3}", ""),): "qwen2", (): "gpt-2", (_O200K,): "gpt-4o", _DEEPSEEK: "deepseek-v3",
 }  # fmt: skip
 """Regular expressions with which a tokenizer splits text -> llama.cpp's name for them."""
-_PREFIX = "tokenizer.ggml."
+PREFIX = "tokenizer.ggml."
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the tokenizer."""
+
+    where: str
+    """Its path for messages."""
+    given: Path | bytes
+
+    def content(self) -> bytes:
+        return (
+            self.given if isinstance(self.given, bytes) else read_small(self.given, SIDECAR_BYTES)
+        )
+
+    def json(self) -> Any:
+        """The value of a JSON file. Raises CorruptCheckpoint."""
+        if isinstance(self.given, bytes):
+            return parse_json(self.given)
+        return read_json(self.given, SIDECAR_BYTES)
 
 
 def tokenizer_values(
-    files: Mapping[str, Path], config: ModelConfig, extra: Mapping[str, str]
+    header: Header, config: ModelConfig, extra: Mapping[str, str]
 ) -> dict[str, Value]:
-    """GGUF metadata of the tokenizer.
+    """GGUF metadata of the tokenizer among the small files of a source.
 
     Raises UsageError if there is no tokenizer or an option doesn't fit it, NotExpressible for a tokenizer that llama.cpp
     isn't known to support.
     """
     _require_usable(files, extra)
     if extra.get("tokenizer") == "none":
-        return {_PREFIX + "model": Value("string", "none")}
+        return {PREFIX + "model": Value("string", "none")}
+    files = {name: _File(str(path), path) for name, path in header.files.items()}
+    files |= {name: _File(name, content) for name, content in header.made.items()}
     settings: Mapping[str, Any] = {}
     if "tokenizer_config.json" in files:
-        settings = read_json(files["tokenizer_config.json"], SIDECAR_BYTES)
+        settings = files["tokenizer_config.json"].json()
     found, named = _tokens(files, settings, config, extra)
     with well_formed("tokenizer_config.json"):
         found |= _ids(settings, named, config)
@@ -68,10 +93,10 @@ def tokenizer_values(
     if _strips_as_phi3(found, files, settings, config):
         values["general.name"] = Value("string", "Phi-3")
     for name, value in found.items():
-        values[_PREFIX + name] = value
+        values[PREFIX + name] = value
     template = settings.get("chat_template")
     if "chat_template.jinja" in files:
-        template = read_small(files["chat_template.jinja"], SIDECAR_BYTES).decode(errors="replace")
+        template = files["chat_template.jinja"].content().decode(errors="replace")
     if isinstance(template, str):
         values["tokenizer.chat_template"] = Value("string", template)
     return values
@@ -93,7 +118,7 @@ def _require_usable(files: Mapping[str, Path], extra: Mapping[str, str]) -> None
 
 
 def _tokens(
-    files: Mapping[str, Path],
+    files: Mapping[str, _File],
     settings: Mapping[str, Any],
     config: ModelConfig,
     extra: Mapping[str, str],
@@ -101,14 +126,14 @@ def _tokens(
     """(metadata of the tokens, ids of the special tokens that have names). Raises UsageError without a tokenizer."""
     named: Mapping[str, int] = {}
     if "tokenizer.model" in files:
-        path = files["tokenizer.model"]
-        with well_formed(str(path)):
-            found = _sentencepiece(read_small(path, SIDECAR_BYTES), _added(files, settings), config)
+        file = files["tokenizer.model"]
+        with well_formed(file.where):
+            found = _sentencepiece(file.content(), _added(files, settings), config)
     elif "tokenizer.json" in files:
-        path = files["tokenizer.json"]
-        with well_formed(str(path)):
-            raw = read_json(path, SIDECAR_BYTES)
-            found, named = _byte_level(raw, config, extra, str(path))
+        file = files["tokenizer.json"]
+        with well_formed(file.where):
+            raw = file.json()
+            found, named = _byte_level(raw, config, extra, file.where)
             found |= _added_around(raw, found["pre"].value)
     else:
         _refuse_ranks(files)
@@ -116,7 +141,7 @@ def _tokens(
             "--saver gguf: the source has no tokenizer.model and no tokenizer.json; --config gives its Hugging Face directory, "
             "--option tokenizer=none leaves the tokenizer out"
         )
-    _require_distinct(found["tokens"].value, str(path))
+    _require_distinct(found["tokens"].value, file.where)
     return found, named
 
 
@@ -134,7 +159,7 @@ _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 
 def _strips_as_phi3(
     found: Mapping[str, Value],
-    files: Mapping[str, Path],
+    files: Mapping[str, _File],
     settings: Mapping[str, Any],
     config: ModelConfig,
 ) -> bool:
@@ -146,15 +171,15 @@ def _strips_as_phi3(
     return config.family == "phi3" and strips and set(found["tokens"].value) >= _PHI3_TOKENS
 
 
-def _added(files: Mapping[str, Path], settings: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _added(files: Mapping[str, _File], settings: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """Number -> content, special, rstrip ... of the tokens that other files add to a tokenizer.model."""
     if "tokenizer.json" in files:
-        listed = read_json(files["tokenizer.json"], SIDECAR_BYTES).get("added_tokens") or ()
+        listed = files["tokenizer.json"].json().get("added_tokens") or ()
         return {token["id"]: token for token in listed}
     if decoder := settings.get("added_tokens_decoder"):
         return {int(number): token for number, token in decoder.items()}
     if "added_tokens.json" in files:
-        plain = read_json(files["added_tokens.json"], SIDECAR_BYTES)
+        plain = files["added_tokens.json"].json()
         return {number: {"content": text} for text, number in plain.items()}
     return {}
 
@@ -203,7 +228,7 @@ def _sentencepiece(
     pieces = _pieces(content)
     _require_room(len(pieces), config)
     pieces += [
-        _Piece(f"[PAD{index}]", -1000.0, _UNUSED) for index in range(len(pieces), config.vocab)
+        _Piece(f"[PAD{index}]", -1000.0, UNUSED) for index in range(len(pieces), config.vocab)
     ]
     for number, token in added.items():
         if number < config.vocab and _changes(token, pieces[number]):
@@ -227,11 +252,11 @@ def _pieces(content: bytes) -> list[_Piece]:
 
 def _changes(token: Mapping[str, Any], piece: _Piece) -> bool:
     """True if an added token has another text than the piece with its number, or that is an ordinary piece."""
-    return token["content"] != piece.text or piece.type == _NORMAL
+    return token["content"] != piece.text or piece.type == NORMAL
 
 
 def _type_of_added(token: Mapping[str, Any]) -> int:
-    return _CONTROL if token.get("special") else _USER
+    return CONTROL if token.get("special") else USER
 
 
 def _piece(content: bytes) -> _Piece:
@@ -240,8 +265,8 @@ def _piece(content: bytes) -> _Piece:
     assert isinstance(text, bytes)
     assert isinstance(score, bytes)
     (number,) = struct.unpack("<f", score)
-    kind = fields.get(3, _NORMAL)
-    return _Piece(text.decode(), number, int(kind) if isinstance(kind, int) else _NORMAL)
+    kind = fields.get(3, NORMAL)
+    return _Piece(text.decode(), number, int(kind) if isinstance(kind, int) else NORMAL)
 
 
 def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -275,7 +300,7 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _refuse_ranks(files: Mapping[str, Path]) -> None:
+def _refuse_ranks(files: Mapping[str, _File]) -> None:
     """Raises NotExpressible if there are only tiktoken's ranks (Qwen 1, Kimi).
 
     Such a file has lines of bytes in base64 and a number.
@@ -283,8 +308,8 @@ def _refuse_ranks(files: Mapping[str, Path]) -> None:
     ranks = [name for name in files if name == "tiktoken.model" or name.endswith(".tiktoken")]
     if ranks:
         raise NotExpressible(
-            f"{files[ranks[0]]}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the special "
-            "tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it "
+            f"{files[ranks[0]].where}: has the ranks of tiktoken's tokens, but neither the expression that text is split by nor the "
+            "special tokens, which are in the model's Python code; write a tokenizer.json with transformers (TikTokenConverter), put it "
             "beside and give the directory as --config, or leave the tokenizer out with --option tokenizer=none"
         )
 
@@ -301,10 +326,10 @@ def _byte_level(
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     _require_room(max(ids.values()) + 1, config)
     tokens = [f"[PAD{index}]" for index in range(config.vocab)]
-    types = [_UNUSED] * config.vocab
+    types = [UNUSED] * config.vocab
     for text, number in ids.items():
         tokens[number] = text
-        types[number] = _NORMAL
+        types[number] = NORMAL
     for token in added:
         types[token["id"]] = _type_of_added(token)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]

@@ -62,6 +62,8 @@ class Header:
     files: Mapping[str, Path] = field(default_factory=dict)
     """File name -> path of small files that are copied unread, such as the tokenizer and the generation configuration.
     """
+    made: Mapping[str, bytes] = field(default_factory=dict)
+    """File name -> content of further such files, which the source holds in another form."""
     named_tokenizer: str = ""
     """The path or Hub name of the tokenizer in Megatron's arguments, if no other part of the original tokenizer is
     known."""

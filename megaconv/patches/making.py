@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from formats import torch_zip
-from formats.ceilings import SIDECAR_BYTES
 from formats.lazy_numpy import Bytes, np
 from formats.opened import OpenedFiles
 from formats.output import FileLayout, PlainFile
-from formats.regular_files import read_small
 from formats.stores.target import StoreTarget
 from formats.stores.waiting import growing_file_alone
 from formats.target import Target
@@ -26,6 +24,7 @@ from megaconv.engine.lineage import Lineage
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.run_identity import source_files
+from megaconv.engine.sidecars import small_files
 from megaconv.engine.source_check import SourceCheck
 from megaconv.errors import NotExpressible, UnknownFamily, is_interruption
 from megaconv.megatron.optimizer.training_output import written_rng
@@ -136,7 +135,7 @@ def _begin(
     """Open the place of a patch. Returns the journal of an earlier run."""
     if not isinstance(staging, StoreTarget):
         return staging.open(identity, resume=resume)
-    names = [f"{FILES}/{name}" for name in header.files]
+    names = [f"{FILES}/{name}" for name in (*header.files, *header.made)]
     staging.expect(growing_file_alone(_most_bytes(header)))
     # A store has to know the names of all files, and the size of the file that has parts.
     sizes = {BLOCKS: _most_bytes(header)} | dict.fromkeys([*names, INDEX, HEADER], 0)
@@ -317,8 +316,7 @@ def _write_small_files(
     provenance: Mapping[str, Any] | None,
 ) -> None:
     files: dict[str, FileLayout] = {
-        f"{FILES}/{name}": PlainFile(read_small(path, SIDECAR_BYTES))
-        for name, path in header.files.items()
+        f"{FILES}/{name}": file for name, file in small_files(header).items()
     }
     plain_header = replace(header, shifts={})
     record = record_json(
@@ -346,7 +344,7 @@ def _description(header: Header) -> dict[str, Any]:
     return {
         "config": config | {"whole": whole, "own_names": named},
         "training": training | {"rng": rng},
-        "files": list(header.files),
+        "files": [*header.files, *header.made],
         "named_tokenizer": header.named_tokenizer,
         "source": header.source,
     }

@@ -55,7 +55,7 @@ def test_a_file_alone_says_what_model_it_is(
     alone = Path(shutil.copy(case, tmp_path / "model.gguf"))
     source = open_source(find_input(alone))
     expected = open_source(find_input(original(case)))
-    assert "its tokenizer is not read" in caplog.text
+    assert not caplog.text
     differences = config_differences(source.header.config, expected.header.config)
     # This token comes from the tokenizer. config.json doesn't repeat it.
     assert {name for name, _, _ in differences} <= {"pad_token_id"}

@@ -2,9 +2,10 @@
 
 import json
 
-from formats.output import FileLayout, PlainFile
+from formats.output import FileLayout
 from formats.tensor import ITEMSIZE, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.ir import Header, Key
@@ -33,9 +34,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     }
     said = json.loads(table.config_json(config))
     shapes = {native.name: (native.shape, dtypes[native.name]) for native in natives}
-    files: dict[str, FileLayout] = {
-        name: PlainFile(path.read_bytes()) for name, path in header.files.items()
-    }
+    files: dict[str, FileLayout] = {**small_files(header)}
     files[FILE] = PebbleLayout(said, shapes, _alignment(options))
     placements: dict[Key, list[Placement]] = {}
     for native in natives:

@@ -16,7 +16,7 @@ from formats.lazy_numpy import np
 from formats.output import FileLayout, PlainFile
 from formats.pickle_writer import Constant
 from formats.yaml_file import yaml_bytes
-from megaconv.engine.sidecars import copies
+from megaconv.engine.sidecars import small_files
 from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.provider_fields import provider_fields
 from megaconv.megatron.distributed.run_config import LATEST, RUN_CONFIG, TRAIN_STATE
@@ -51,7 +51,9 @@ def bridge_files(
         raise NotExpressible("--release: Megatron-Bridge saves iterations alone; leave it out")
     version = rank_files.iteration_directory(iteration)
     tokenizer = (
-        copies(header.files) if any(name.startswith("tokenizer") for name in header.files) else {}
+        small_files(header)
+        if any(name.startswith("tokenizer") for name in (*header.files, *header.made))
+        else {}
     )
     settings: dict[str, Any] = {
         "model": provider_fields(header.config, layout, args),

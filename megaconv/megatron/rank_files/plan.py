@@ -13,7 +13,7 @@ from formats.pickle_records import TorchDtype
 from formats.pickle_writer import Placeholder
 from formats.tensor import ITEMSIZE, Shape, matrix_shape
 from megaconv.engine.plan import OutputPlan, Placement, native_dtype, native_shift
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY, copies
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, small_files
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -145,7 +145,7 @@ def tracker_and_sidecars(header: Header, iteration: int | None) -> dict[str, Fil
     """The tracker file, and config.json and tokenizer files, which hold information that Megatron's args lack."""
     config = header.config
     files: dict[str, FileLayout] = {
-        f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in copies(header.files).items()
+        f"{SIDECAR_DIRECTORY}/{name}": copy for name, copy in small_files(header).items()
     }
     # A mixture-of-experts model that only Megatron supports has no config.json: its args describe it completely.
     with suppress(NotExpressible):
