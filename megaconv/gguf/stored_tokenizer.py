@@ -5,24 +5,16 @@
     both     tokenizer_config.json  the special tokens, and the chat template
 
 A GGUF file doesn't say which added tokens strip white space. They are taken as they are.
-Source: llama-vocab.cpp of llama.cpp; sentencepiece_model.proto.
+Source: llama-vocab.cpp of llama.cpp.
 """
 
 import json
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
-from megaconv.gguf.tokenizer import (
-    BYTE,
-    CONTROL,
-    NORMAL,
-    PATTERNS,
-    PREFIX,
-    UNUSED,
-    USER,
-)
+from megaconv.gguf.sentencepiece import CONTROL, NORMAL, UNUSED, USER, Piece, model_of
+from megaconv.gguf.tokenizer import PATTERNS, PREFIX
 
 LONG = tuple(PREFIX + name for name in ("tokens", "scores", "token_type", "merges"))
 """The keys of arrays with an item per token."""
@@ -35,8 +27,6 @@ _COMPOSED = "qwen2"
 """The tokenizers that bring text into Unicode's composed form first. llama.cpp doesn't."""
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
-_BPE = 2
-"""SentencePiece's number of the kind of model that llama.cpp computes."""
 
 
 def unread_tokenizer(keys: Mapping[str, Any]) -> str:
@@ -127,9 +117,6 @@ def _added(tokens: Sequence[str], kinds: Sequence[int]) -> list[dict[str, Any]]:
     ]
 
 
-# Byte-level BPE.
-
-
 def _byte_level(
     keys: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str
 ) -> dict[str, Any]:
@@ -215,9 +202,6 @@ def _step(kind: str, name: str, type_id: int) -> dict[str, Any]:
     return {kind: {"id": name, "type_id": type_id}}
 
 
-# SentencePiece.
-
-
 def _sentencepiece(
     keys: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str
 ) -> bytes:
@@ -225,45 +209,9 @@ def _sentencepiece(
     scores = keys.get(PREFIX + "scores")
     _require(scores, tokens, "scores", float, where)
     assert isinstance(scores, list)
-    pieces = (
-        _field(1, _field(1, token.encode(errors="replace")) + _float(2, score) + _number(3, kind))
-        for token, score, kind in zip(tokens, scores, kinds, strict=True)
+    return model_of(
+        map(Piece, tokens, scores, kinds),
+        {word: _id(keys, tokens, word) for word in _NAMED.values()},
+        space_first=bool(keys.get(PREFIX + "add_space_prefix", True)),
+        fewer_spaces=bool(keys.get(PREFIX + "remove_extra_whitespaces", False)),
     )
-    return b"".join((*pieces, *_specs(keys, tokens, kinds)))
-
-
-def _specs(keys: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> Iterator[bytes]:
-    """The messages trainer_spec and normalizer_spec."""
-    ids = {40: "unknown", 41: "bos", 42: "eos", 43: "padding"}
-    trained = _number(3, _BPE) + _number(4, len(tokens)) + _number(35, int(BYTE in kinds))
-    for field, word in ids.items():
-        number = _id(keys, tokens, word)
-        trained += _number(field, -1 if number is None else number)
-    yield _field(2, trained)
-    spaces = bool(keys.get(PREFIX + "add_space_prefix", True))
-    fewer = bool(keys.get(PREFIX + "remove_extra_whitespaces", False))
-    yield _field(
-        3, _field(1, b"identity") + _number(3, spaces) + _number(4, fewer) + _number(5, True)
-    )
-
-
-def _field(number: int, content: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(content)) + content
-
-
-def _number(number: int, value: int) -> bytes:
-    """A field with an integer. A negative one has ten bytes."""
-    return _varint(number << 3) + _varint(value % (1 << 64))
-
-
-def _float(number: int, value: float) -> bytes:
-    return _varint(number << 3 | 5) + struct.pack("<f", value)
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    found.append(value)
-    return bytes(found)

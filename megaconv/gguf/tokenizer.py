@@ -1,28 +1,21 @@
-"""A tokenizer in GGUF's form: SentencePiece's tokenizer.model, or the byte-level BPE of a tokenizer.json.
-
-tokenizer.model is a protobuf message. Its repeated field 1 is a piece: 1 text, 2 score (a float), 3 type (GGUF's
-numbers).
-Source: sentencepiece_model.proto.
-"""
+"""A tokenizer in GGUF's form: SentencePiece's tokenizer.model, or the byte-level BPE of a tokenizer.json."""
 
 import json
-import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from formats.ceilings import SIDECAR_BYTES
 from formats.gguf import Value
 from formats.regular_files import parse_json, read_json, read_small
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from megaconv.gguf.sentencepiece import CONTROL, NORMAL, UNUSED, USER, Piece, read_pieces
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of tokens, in GGUF's and SentencePiece's numbers."""
 _ADDED_SCORE = -1000.0
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _O200K = "|".join(
@@ -73,11 +66,11 @@ def tokenizer_values(
     Raises UsageError if there is no tokenizer or an option doesn't fit it, NotExpressible for a tokenizer that llama.cpp
     isn't known to support.
     """
+    files = {name: _File(str(path), path) for name, path in header.files.items()}
+    files |= {name: _File(name, content) for name, content in header.made.items()}
     _require_usable(files, extra)
     if extra.get("tokenizer") == "none":
         return {PREFIX + "model": Value("string", "none")}
-    files = {name: _File(str(path), path) for name, path in header.files.items()}
-    files |= {name: _File(name, content) for name, content in header.made.items()}
     settings: Mapping[str, Any] = {}
     if "tokenizer_config.json" in files:
         settings = files["tokenizer_config.json"].json()
@@ -102,7 +95,7 @@ def tokenizer_values(
     return values
 
 
-def _require_usable(files: Mapping[str, Path], extra: Mapping[str, str]) -> None:
+def _require_usable(files: Mapping[str, _File], extra: Mapping[str, str]) -> None:
     """Raise UsageError for an unknown value of `tokenizer`, and for a `tokenizer_pre` that has no effect."""
     asked, pre = extra.get("tokenizer"), extra.get("tokenizer_pre")
     if asked not in (None, "none"):
@@ -113,7 +106,7 @@ def _require_usable(files: Mapping[str, Path], extra: Mapping[str, str]) -> None
         )
     if pre is not None and "tokenizer.model" in files:
         raise UsageError(
-            f"--option tokenizer_pre={pre}: has no effect on {files['tokenizer.model']}; leave it out"
+            f"--option tokenizer_pre={pre}: has no effect on {files['tokenizer.model'].where}; leave it out"
         )
 
 
@@ -210,14 +203,6 @@ def _first(ids: int | tuple[int, ...] | None) -> int | None:
     return ids[0] if ids else None
 
 
-class _Piece(NamedTuple):
-    """A token of a tokenizer.model."""
-
-    text: str
-    score: float
-    type: int
-
-
 def _sentencepiece(
     content: bytes, added: Mapping[int, Mapping[str, Any]], config: ModelConfig
 ) -> dict[str, Value]:
@@ -225,79 +210,30 @@ def _sentencepiece(
 
     added: further tokens by number. A token without a row in the embedding is left out.
     """
-    pieces = _pieces(content)
+    pieces = read_pieces(content)
     _require_room(len(pieces), config)
     pieces += [
-        _Piece(f"[PAD{index}]", -1000.0, UNUSED) for index in range(len(pieces), config.vocab)
+        Piece(f"[PAD{index}]", -1000.0, UNUSED) for index in range(len(pieces), config.vocab)
     ]
     for number, token in added.items():
         if number < config.vocab and _changes(token, pieces[number]):
-            pieces[number] = _Piece(token["content"], _ADDED_SCORE, _type_of_added(token))
+            pieces[number] = Piece(token["content"], _ADDED_SCORE, _type_of_added(token))
     return {
         "model": Value("string", "llama"),
         "pre": Value("string", "default"),
         "tokens": Value("string", [piece.text for piece in pieces]),
         "scores": Value("f32", [piece.score for piece in pieces]),
-        "token_type": Value("i32", [piece.type for piece in pieces]),
+        "token_type": Value("i32", [piece.kind for piece in pieces]),
     }
 
 
-def _pieces(content: bytes) -> list[_Piece]:
-    return [
-        _piece(value)
-        for number, value in _fields(content)
-        if number == 1 and isinstance(value, bytes)
-    ]
-
-
-def _changes(token: Mapping[str, Any], piece: _Piece) -> bool:
+def _changes(token: Mapping[str, Any], piece: Piece) -> bool:
     """True if an added token has another text than the piece with its number, or that is an ordinary piece."""
-    return token["content"] != piece.text or piece.type == NORMAL
+    return token["content"] != piece.text or piece.kind == NORMAL
 
 
 def _type_of_added(token: Mapping[str, Any]) -> int:
     return CONTROL if token.get("special") else USER
-
-
-def _piece(content: bytes) -> _Piece:
-    fields = dict(_fields(content))
-    text, score = fields.get(1, b""), fields.get(2, bytes(4))
-    assert isinstance(text, bytes)
-    assert isinstance(score, bytes)
-    (number,) = struct.unpack("<f", score)
-    kind = fields.get(3, NORMAL)
-    return _Piece(text.decode(), number, int(kind) if isinstance(kind, int) else NORMAL)
-
-
-def _fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, value) of each field of a protobuf message. Raises ValueError or IndexError if it isn't one."""
-    at = 0
-    while at < len(content):
-        tag, at = _varint(content, at)
-        number = tag >> 3
-        wire = tag & 7
-        if wire == 0:
-            value, at = _varint(content, at)
-            yield number, value
-            continue
-        size = {1: 8, 5: 4}.get(wire)
-        if wire == 2:
-            size, at = _varint(content, at)
-        if size is None or at + size > len(content):
-            raise ValueError("not a protobuf message")
-        end = at + size
-        yield number, content[at:end]
-        at = end
-
-
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = content[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128 or shift > 63:
-            return value, at
 
 
 def _refuse_ranks(files: Mapping[str, _File]) -> None:
