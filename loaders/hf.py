@@ -19,7 +19,13 @@ from megaconv.families.parts.hf_config import (
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names, names_in_files
 from megaconv.families.parts.whole_model import split_whole
-from megaconv.huggingface.weight_files import has_weights, read_directory, renamed, whole_model
+from megaconv.huggingface.weight_files import (
+    has_weights,
+    read_directory,
+    renamed,
+    require_counted,
+    whole_model,
+)
 from megaconv.loader import Loader
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -48,6 +54,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; --true-vocab-size is for Megatron checkpoints"
         )
     weights, stored = read_directory(path)
+    if config.own_names is not None and weights.name.endswith(".index.json"):
+        require_counted(weights)
     where = str(weights)
     quantized = _quantized_config(path, directory, config)
     found = dequantize(stored, quantized, options.dtype, where)

@@ -54,6 +54,8 @@ _OF_CLASS = ".self_attn.g_proj."
 """Part of the names that transformers' class has for a tensor of LFM 3, whose published files have another name for it."""
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+(\.safetensors|\.bin)")
 """File names of parts of a model, to which an index belongs."""
+_COUNT = re.compile(r"-\d+-of-(\d{1,9})\.\w+$")
+"""The end of the name of such a file, with their number."""
 _SUFFIXES = (
     ".safetensors",
     ".bin",
@@ -152,6 +154,20 @@ def read_sharded(index: Path) -> dict[str, LazyTensor]:
     return {name: shards[file][name] for name, file in files.items()}
 
 
+def require_counted(index: Path) -> None:
+    """Raise TensorMismatch if an index names fewer files than their names count, such as two of `-of-00003`.
+
+    For a model without a family: nothing else shows that tensors are missing.
+    """
+    files = set(safetensors.read_index(index).values())
+    counts = {int(match[1]) for name in files if (match := _COUNT.search(name))}
+    if counts and len(files) < max(counts):
+        raise TensorMismatch(
+            f"{index}: names {counted(len(files), 'file')} of the {max(counts)} that the names of these files count; copy the whole model",
+            code="missing-tensor",
+        )
+
+
 def _require_shards(index: Path, names: Collection[str]) -> None:
     """Raises CorruptCheckpoint if files are missing."""
     missing = [name for name in names if not os.path.exists(index.parent / name)]  # noqa: PTH110
@@ -239,6 +255,8 @@ def _with_own_names(
     """The configuration; if no family describes the model, with the names and shapes of its tensors."""
     if config.own_names is None:
         return config
+    if not found:
+        raise TensorMismatch(f"{where}: holds no tensors; copy it again", code="missing-tensor")
     shapes = {name: tuple(tensor.shape) for name, tensor in found.items()}
     return replace(config, own_names=config.own_names.with_tensors(shapes, where))
 

@@ -365,6 +365,43 @@ def test_inspect_says_where_such_a_model_can_go(hf: Path, tmp_path: Path) -> Non
     assert (found["convertible"], found["keeps_names"]) == (False, True)
 
 
+def write_shards(directory: Path, listed: range) -> Path:
+    """A model without a family in three files. listed: the numbers of the files in its index."""
+    directory.mkdir()
+    raw = {"architectures": ["StrangeForCausalLM"], "model_type": "strange", "hidden_size": 8}
+    (directory / "config.json").write_text(json.dumps(raw))
+    places = {}
+    for number in range(1, 4):
+        file, name = f"model-{number:05d}-of-00003.safetensors", f"t{number}.weight"
+        save_file({name: torch.ones(2, 3)}, directory / file, {"format": "pt"})
+        if number in listed:
+            places[name] = file
+    index = {"metadata": {}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("listed", "words"),
+    [
+        (range(1, 3), "names 2 files of the 3 that the names of these files count"),
+        (range(3, 4), "names 1 file of the 3"),
+        (range(0), "holds no tensors"),
+    ],
+)
+def test_an_index_that_lacks_files_is_refused(listed: range, words: str, tmp_path: Path) -> None:
+    """No family says which tensors the model has."""
+    path = write_shards(tmp_path / "in", listed)
+    assert_refused(run("convert", path, tmp_path / "out", "--saver", "hf"), 3, words)
+    assert_refused(run("fingerprint", path), 3, words)
+
+
+def test_an_index_of_all_files_is_read(tmp_path: Path) -> None:
+    path = write_shards(tmp_path / "in", range(1, 4))
+    assert run("convert", path, tmp_path / "out", "--saver", "hf").status == 0
+    assert len(weights(tmp_path / "out")) == 3
+
+
 def test_a_name_that_means_something_in_tables_is_refused(hf: Path, tmp_path: Path) -> None:
     source = unlisted(hf, tmp_path / "source")
     save_file({"layers.{l}.weight": torch.ones(2)}, source / "model.safetensors")
