@@ -74,6 +74,16 @@ def test_fp8_has_all_bytes_that_modelopt_writes(
     assert_same_settings(tmp_path / "out", EXPORTS / export)
 
 
+def test_reading_the_output_back_warns_of_nothing(
+    tmp_path: Path, statistics: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reader leaves out scales of activations, which the output has."""
+    converted(statistics, tmp_path / "out", "fp8")
+    assert not caplog.messages
+    megaconv.open(tmp_path / "out")
+    assert "scales of activations are left out" in caplog.text
+
+
 def steps(stored: dict[str, Tensor], name: str) -> Tensor:
     """The distance between neighbouring values of each element of a matrix."""
     scale = stored[f"{name}_scale"]
