@@ -9,6 +9,7 @@ from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
+from megatron_lite.data.roles import with_known_roles
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
 
@@ -60,8 +61,9 @@ def encode_chat(
             "the tokenizer has no chat template: the model was not made to chat; use `generate`, or /v1/completions of the server"
         )
     try:
-        conversation = [dict(message) for message in messages]
         offered = [dict(tool) for tool in tools] or None
+        text = tokenizer.inner.get_chat_template(template, offered)
+        conversation = [dict(message) for message in with_known_roles(messages, text)]
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
                 conversation,

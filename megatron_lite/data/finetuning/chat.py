@@ -11,12 +11,14 @@ refused.
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.packages import package
+from megatron_lite.data.roles import with_known_roles
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -70,7 +72,9 @@ class ChatTemplate:
             )
         learned_answers = wanted[-1:] if self._turns == "last" else wanted
         try:
-            if self._has_marks(chat):
+            template = self._inner.get_chat_template(self._choice(), chat.tools)
+            chat = replace(chat, messages=with_known_roles(chat.messages, template))
+            if MARKS.search(template):
                 skips_answers = len(learned_answers) < len(answers)
                 ids, learned = self._by_marks(chat, learned_answers[0] if skips_answers else 0)
             else:
@@ -88,9 +92,6 @@ class ChatTemplate:
         if learned[-1] and ids[-1] not in self._added_ids and self._eod is not None:
             return Encoded([*ids, self._eod], [*learned, True])
         return Encoded(ids, learned)
-
-    def _has_marks(self, chat: Chat) -> bool:
-        return bool(MARKS.search(self._inner.get_chat_template(self._choice(), chat.tools)))
 
     def _choice(self) -> Any:
         """Return the template, or None if the tokenizer has several by name; tools then determine the choice."""

@@ -21,9 +21,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
         content = message.get("content")
         only_calls = content is None and bool(message.get("tool_calls"))
         text = "" if only_calls else _content(content, number)
-        # Most templates leave out a message whose role they don't know.
-        role = "system" if message["role"] == "developer" else message["role"]
-        found.append({**with_parsed_arguments(message), "role": role, "content": text})
+        found.append({**with_parsed_arguments(message), "content": text})
     return found
 
 

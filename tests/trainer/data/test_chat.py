@@ -337,3 +337,16 @@ def test_arguments_that_are_no_json_text_stay_as_they_are() -> None:
     example = read_record(record).example
     assert isinstance(example, Chat)
     assert example.messages[1]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_developer_speaks_as_the_system_in_a_template_without_this_role(
+    tmp_path: Path, marked: bool
+) -> None:
+    template = MARKED["chatml"] if marked else without_marks(MARKED["chatml"])
+    tokenizer = loaded(tmp_path / "model", template)
+    found = [
+        ChatTemplate(tokenizer).encode(Chat([{"role": role, "content": "Be brief."}, *TURNS]))
+        for role in ("developer", "system")
+    ]
+    assert found[0] == found[1]

@@ -64,7 +64,15 @@ def test_other_variables_are_refused(
         prompt(tokenizer, messages=HI, **fields)
 
 
+DEVELOPER = {"role": "developer", "content": "Be brief."}
+
+
 def test_a_developer_speaks_as_the_system(tokenizer: HuggingFaceTokenizer) -> None:
     """Most templates leave out a message whose role they don't know."""
-    developer = {"role": "developer", "content": "Be brief."}
-    assert prompt(tokenizer, messages=[developer, *HI]) == "system: Be brief.user: hi"
+    assert prompt(tokenizer, messages=[DEVELOPER, *HI]) == "system: Be brief.user: hi"
+
+
+def test_a_template_that_reads_the_role_gets_it(tokenizer: HuggingFaceTokenizer) -> None:
+    template = "{% for m in messages %}{% if m.role == 'developer' %}{{ 'dev ' }}{% endif %}{{ m.content }}{% endfor %}"
+    ids = encode_chat(tokenizer, [DEVELOPER, *HI], template=template)
+    assert tokenizer.inner.decode(ids) == "dev Be brief.hi"
