@@ -24,7 +24,7 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput
 from megaconv.families import Family, family_of_hf, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.gguf.agreement import require_agreement
+from megaconv.gguf.agreement import name_other_keys, require_agreement
 from megaconv.gguf.config import config_of
 from megaconv.gguf.names import DIVISORS, ROUTER_BIAS, gguf_rows
 from megaconv.gguf.stored_tokenizer import LONG, tokenizer_files, unread_tokenizer
@@ -70,6 +70,8 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     )
     files = {} if directory is None else find_sidecars(directory)
     _require_same_model(file, header, config)
+    if directory is not None:
+        name_other_keys(header.keys, config, str(file))
     tensors = _tensors(file, header, config, options.dtype)
     config, canonical = whole_model(
         replace(family, rows=gguf_rows(family)), config, GGUF, tensors, str(file)

@@ -16,6 +16,7 @@ from formats.lazy_numpy import Floats, np
 from megaconv.errors import NotExpressible, TensorMismatch, UnsupportedInput
 from megaconv.gguf.metadata import divisors, metadata
 from megaconv.gguf.names import ARCHITECTURES, DIVISORS
+from megaconv.gguf.unread import unread
 from megaconv.model.config import ModelConfig
 
 _log = logging.getLogger("megaconv")
@@ -130,3 +131,25 @@ def _warn_unscaled(where: str, name: str) -> None:
         where,
         name,
     )
+
+
+def name_other_keys(keys: Mapping[str, Any], config: ModelConfig, where: str) -> None:
+    """Warn of keys that --config gives no value to, and that may change what the model computes.
+
+    There is no warning if llama.cpp can't represent the configuration, because its keys are not known then.
+    """
+    architecture = ARCHITECTURES[config.family]
+    expected = _expected(config, f"{architecture}.")
+    if expected.keys() == _ALWAYS.keys():
+        return
+    read = {*expected, *_SHOWN} - {"attention.sliding_window"}
+    for key, value in unread(architecture, keys, read, config.attention.head_dim):
+        has_window = key.endswith(".sliding_window") and config.window is not None
+        is_scaling = ".rope.scaling." in key and config.positions.scaling is not None
+        if not has_window and not is_scaling:
+            _log.warning(
+                "%s: says %s = %.60r, which the configuration has no value for; --config wins",
+                where,
+                key,
+                value,
+            )

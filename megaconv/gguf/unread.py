@@ -4,7 +4,7 @@ llama.cpp uses one architecture for several models: an OLMo 3 is an `olmo2` with
 without yarn. A key that isn't read may therefore be the difference between two models. Source: llama.cpp's converters.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megaconv.errors import UsageError
@@ -38,16 +38,24 @@ def require_read(
     keys: the file's metadata. read: the keys that were read, without the architecture's prefix. head_dim: elements of a
     head, of which all rotate unless the architecture reads how many do.
     """
-    prefix = f"{architecture}."
-    for key, value in keys.items():
-        name = key.removeprefix(prefix)
-        if name == key or name in read or name in _HARMLESS or _is_neutral(name, value, head_dim):
-            continue
+    for key, value in unread(architecture, keys, read, head_dim):
         raise UsageError(
             f"{where}: says {key} = {value!r:.60}, which is not read here and may change what the model computes; "
             "give --config with the Hugging Face directory of the model",
             code="config-needed",
         )
+
+
+def unread(
+    architecture: str, keys: Mapping[str, Any], read: Collection[str], head_dim: int
+) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that are not read and may change what the model computes, with their values."""
+    prefix = f"{architecture}."
+    for key, value in keys.items():
+        name = key.removeprefix(prefix)
+        if name == key or name in read or name in _HARMLESS or _is_neutral(name, value, head_dim):
+            continue
+        yield key, value
 
 
 def _is_neutral(name: str, value: Any, head_dim: int) -> bool:

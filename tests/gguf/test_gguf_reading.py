@@ -288,6 +288,42 @@ def test_a_scaled_file_is_not_a_model_without_scaling(tmp_path: Path) -> None:
     refused(Path(file), LLAMA / "hf", tmp_path, 3, "llama.rope.scaling.factor = 4.0")
 
 
+def with_key(source: Path, target: Path, key: str, value: float) -> Path:
+    """A copy of a file with one further number in its metadata, padded to the file's alignment."""
+    content, header = source.read_bytes(), gguf_header.read(source)
+    tensors, keys = struct.unpack_from("<QQ", content, 8)
+    added = text(key) + struct.pack("<If", 6, value)
+    # The table of tensors follows the keys.
+    first = min(content.index(text(name)) for name in header.tensors)
+    head = content[:8] + struct.pack("<QQ", tensors, keys + 1) + content[24:first] + added
+    kept = content[first : header.nbytes]
+    while len(head + kept) % 32 and kept.endswith(b"\0"):
+        kept = kept[:-1]
+    padding = b"\0" * (-len(head + kept) % 32)
+    target.write_bytes(head + kept + padding + content[header.nbytes :])
+    return target
+
+
+@pytest.mark.parametrize(
+    "key", ["final_logit_softcapping", "attention.clamp_kqv", "rope.scaling.attn_factor"]
+)
+def test_a_key_that_the_configuration_has_no_value_for_is_named(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (source,) = LLAMA.glob("*.gguf")
+    path = with_key(source, tmp_path / "model.gguf", f"llama.{key}", 1.5)
+    megaconv.convert(path, tmp_path / "out", saver="hf", config=LLAMA / "hf")
+    assert f"says llama.{key} = 1.5, which the configuration has no value for" in caplog.text
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
+def test_files_of_llama_cpp_agree_with_their_models(
+    case: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    megaconv.open(case, config=original(case))
+    assert "--config wins" not in caplog.text
+
+
 def test_a_configuration_that_scales_where_the_file_does_not_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
