@@ -228,9 +228,8 @@ def read_message(turn: Any, where: str) -> Message:
     if content is not None and not isinstance(content, str):
         kind = type(content).__name__
         raise BadRecord(f"{where} should have text for its content, found {kind}")
-    message: dict[str, Any] = {"role": ROLES[role]}
-    if content is not None:
-        message["content"] = content
+    # A message of tool calls alone may have no content. Templates that join it with other text need one, as in the server.
+    message: dict[str, Any] = {"role": ROLES[role], "content": content or ""}
     message.update(with_parsed_arguments(rest))
     return message
 

@@ -331,6 +331,15 @@ def test_a_template_gets_the_arguments_of_a_call_as_an_object(
     assert '"arguments": {"height": "3 m"}' in tokenizer.inner.decode(ids)
 
 
+@pytest.mark.parametrize("given", [{}, {"content": None}, {"content": ""}])
+def test_calls_alone_have_an_empty_content_as_in_the_server(given: dict[str, None]) -> None:
+    calls = [{"name": "jump", "arguments": {}}]
+    message = {"role": "assistant", **given, "tool_calls": calls}
+    example = read_record({"messages": [CALLS[0], message]}).example
+    assert isinstance(example, Chat)
+    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": calls}
+
+
 def test_arguments_that_are_no_json_text_stay_as_they_are() -> None:
     call = {"function": {"name": "jump", "arguments": "high"}}
     record = {"messages": [CALLS[0], {"role": "assistant", "content": "", "tool_calls": [call]}]}
