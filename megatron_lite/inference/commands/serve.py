@@ -43,6 +43,11 @@ def parser() -> Parser:
     )
     add("--max-body-bytes", type=int, default=4 << 20, metavar="N", help="of a request (4 MiB)")
     add(
+        "--separate-reasoning",
+        action="store_true",
+        help="chats have the text between <think> and </think> as reasoning_content",
+    )
+    add(
         "--access-log",
         action="store_true",
         help="one line on stderr for each request: time, client, method, path, status, seconds",

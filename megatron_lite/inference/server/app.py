@@ -35,6 +35,7 @@ from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
 from megatron_lite.inference.server.page import POLICY, page
+from megatron_lite.inference.server.reasoning import BEGIN, with_reasoning
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
@@ -53,6 +54,8 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 _DISCARDED = 16
 """If a body is refused before it is read, at most this many times the largest body is discarded."""
+_OF_MARK = 16
+"""Number of tokens at a prompt's end that may have the mark of thinking."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class Server:
     name: str
     limits: Limits
     key: str | None = None
+    separates_reasoning: bool = False
+    """True if chats have a model's thinking apart from its answer."""
     local_name: str | None = None
     """The server's host name if only this machine can reach it; None if other machines can."""
     started: int = field(default_factory=lambda: int(time.time()))
@@ -264,6 +269,10 @@ class Server:
         found = pieces(
             self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline
         )
+        # An answer of a demanded form has no thinking.
+        if self.separates_reasoning and not wanted.continues and wanted.grammar is None:
+            prompt = self.opened.tokenizer.detokenize(wanted.prompts[0][-_OF_MARK:])
+            found = with_reasoning(found, begun=prompt.rstrip().endswith(BEGIN))
         return found if wanted.tools is None else with_calls(found, wanted.tools)
 
     async def megatron(self, request: Request) -> Response:

@@ -10,6 +10,9 @@ from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.slots import Scored
 from megatron_lite.inference.text import Detokenize
 
+REASONING = "reasoning_content"
+"""The field of a message with the model's thinking. Chat templates read it from messages of the assistant."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -21,6 +24,8 @@ class Piece:
     end: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
     """Calls of tools."""
+    reasoning: str = ""
+    """New text of the model's thinking, if it is separated from the answer."""
 
 
 @dataclass
@@ -31,10 +36,12 @@ class Choice:
     tokens: list[tuple[int, Likelihood | None]] = field(default_factory=list)
     end: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
+    reasoning: str = ""
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
         self.text += piece.text
+        self.reasoning += piece.reasoning
         self.tokens += piece.tokens
         self.calls += piece.calls
         self.end = piece.end or self.end
@@ -88,8 +95,10 @@ class Form:
         if self.chat:
             role = {"role": "assistant"} if first else {}
             content = {"content": piece.text} if piece.text or first else {}
+            thought = {REASONING: piece.reasoning} if piece.reasoning else {}
             calls = [{"index": number, **call} for number, call in enumerate(piece.calls)]
-            fields = {"delta": role | content | ({"tool_calls": calls} if calls else {})}
+            called = {"tool_calls": calls} if calls else {}
+            fields = {"delta": role | thought | content | called}
         return self._envelope(
             [self._choice(piece.choice, fields, piece.tokens, piece.end, offset)], streamed=True
         )
@@ -178,6 +187,8 @@ class Form:
 
 def _message(choice: Choice) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+    if choice.reasoning:
+        message[REASONING] = choice.reasoning
     if choice.calls:
         message |= {"content": choice.text or None, "tool_calls": list(choice.calls)}
     return message

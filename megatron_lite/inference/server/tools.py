@@ -121,7 +121,7 @@ async def with_calls(
             if piece.end is not None:
                 text, calls = tools.split(choice.text)
                 end = "tool_calls" if calls else piece.end
-                yield Piece(piece.choice, text, tuple(choice.tokens), end, calls)
+                yield Piece(piece.choice, text, tuple(choice.tokens), end, calls, choice.reasoning)
 
 
 def _check(described: Any) -> None:
