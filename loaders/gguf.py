@@ -11,6 +11,7 @@ file's tokenizer is restored.
 import logging
 import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,15 +61,16 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UnsupportedInput(
             f"{file}: is one of several files; join them with llama.cpp's llama-gguf-split --merge"
         )
-    header = gguf_header.read(file)
     directory = next(
         (each for each in (options.config, file.parent) if each and (each / CONFIG_NAME).is_file()),
         None,
     )
+    files = {} if directory is None else find_sidecars(directory)
+    restores = not has_tokenizer(files)
+    header = gguf_header.read(file, LONG if restores else ())
     family, config = (
         _described(file, header) if directory is None else read_config(directory / CONFIG_NAME)
     )
-    files = {} if directory is None else find_sidecars(directory)
     _require_same_model(file, header, config)
     if directory is not None:
         name_other_keys(header.keys, config, str(file))
@@ -81,7 +83,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         replace(config, dtype=main_dtype(manifest)),
         manifest,
         files=files,
-        made={} if has_tokenizer(files) else _tokenizer(file, header),
+        made=_tokenizer(file, header, files) if restores else {},
         source=f"gguf, {header.keys['general.architecture']}, {_types(header)}",
     )
     return OpenedSource(described, canonical)
@@ -110,8 +112,9 @@ def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
         return family, family.read_hf(found)
 
 
-def _tokenizer(file: Path, header: GgufHeader) -> dict[str, bytes]:
-    """The files of the tokenizer by name; empty, with a warning, for a kind that isn't read."""
+def _tokenizer(file: Path, header: GgufHeader, files: Collection[str]) -> dict[str, bytes]:
+    """The files of the tokenizer by name, without those that the directory has; empty, with a warning, for a kind that isn't
+    read. header: with the arrays of LONG."""
     reason = unread_tokenizer(header.keys)
     if reason:
         _log.warning(
@@ -121,7 +124,8 @@ def _tokenizer(file: Path, header: GgufHeader) -> dict[str, bytes]:
             reason,
         )
         return {}
-    return tokenizer_files(gguf_header.read(file, LONG).keys, str(file))
+    made = tokenizer_files(header.keys, str(file))
+    return {name: content for name, content in made.items() if name not in files}
 
 
 def _file(path: Path) -> Path | None:

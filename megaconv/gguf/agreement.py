@@ -119,7 +119,7 @@ def _require_divisors(stored: Mapping[str, Floats], config: ModelConfig, where: 
             raise TensorMismatch(
                 f"{where}: has {name}, which scales positions; the configuration scales none. Give --config of the same model"
             )
-        elif found.shape != wanted.shape or not np.allclose(found, wanted, rtol=1e-3):
+        elif found.shape != wanted.shape or not np.allclose(found, wanted, rtol=_TOLERANCE, atol=0):
             raise TensorMismatch(
                 f"{where}: {name} scales positions by other numbers than the configuration. Give --config of the same model"
             )

@@ -206,7 +206,7 @@ def _sentencepiece(
     keys: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int], where: str
 ) -> bytes:
     """The content of tokenizer.model."""
-    scores = keys.get(PREFIX + "scores")
+    scores = keys.get(PREFIX + "scores", [0.0] * len(tokens))
     _require(scores, tokens, "scores", float, where)
     assert isinstance(scores, list)
     return model_of(

@@ -263,6 +263,7 @@ def require_same_structure(
 
 
 _COMPUTED = ("norm.epsilon", "positions.theta", "mlp.activation", "experts.per_token")
+"""Fields that change what a model computes and that no tensor's shape shows."""
 
 
 def name_contradictions(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megatron_lite.models.activation import ACTIVATIONS
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.passes import Pass
+from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Norm, VocabEmbedding
 

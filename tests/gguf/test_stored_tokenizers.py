@@ -171,7 +171,7 @@ def test_other_tokenizers_are_left_out_with_the_reason(
         ("gpt2", {"token_type": [1, 1]}),
         ("gpt2", {"merges": None}),
         ("gpt2", {"merges": ["a b c"]}),
-        ("llama-spm", {"scores": None}),
+        ("llama-spm", {"scores": [0.5] * 319 + [1]}),
         ("llama-spm", {"scores": [0.5]}),
     ],
 )

@@ -6,20 +6,26 @@ Qwen 3, DeepSeek R1 and many others write these marks. Some templates already en
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from megatron_lite.inference.server.openai_answers import Piece
 
 BEGIN, END = "<think>", "</think>"
 
 
+class Part(Enum):
+    """The part of an answer that its text has reached."""
+
+    START = auto()
+    THINKING = auto()
+    ANSWER = auto()
+
+
 @dataclass
 class Thinking:
-    """The state of one choice: which part of an answer its text belongs to."""
+    """The state of one choice."""
 
-    begun: bool = False
-    """True after the first mark."""
-    ended: bool = False
-    """True in the answer proper."""
+    part: Part
     empty: bool = True
     """True if the present part has no text yet. Line breaks at the beginning of a part are left out."""
     held: str = ""
@@ -27,36 +33,36 @@ class Thinking:
 
     def add(self, text: str, *, last: bool) -> tuple[str, str]:
         """Return (thinking, answer) that the new text adds. last: True if no text follows."""
-        text = self.held + text
-        self.held = ""
+        text, self.held = self.held + text, ""
         thought = ""
-        if not self.begun and not self.ended:
+        if self.part is Part.START:
             text = self._begin(text, last=last)
-        if self.begun and not self.ended:
+        if self.part is Part.THINKING:
             thought, text = self._think(text, last=last)
-        return thought, self._shown(text) if self.ended else ""
+        return thought, self._shown(text) if self.part is Part.ANSWER else ""
 
     def _begin(self, text: str, *, last: bool) -> str:
         """Return the text behind the first mark; all of it if it has none."""
         start = text.lstrip()
-        self.begun = start.startswith(BEGIN)
-        if self.begun:
+        if start.startswith(BEGIN):
+            self.part = Part.THINKING
             return start.removeprefix(BEGIN)
         if BEGIN.startswith(start) and not last:
             self.held = text
             return ""
-        self.ended, self.empty = True, False
+        # An answer without thinking keeps its line breaks.
+        self.part, self.empty = Part.ANSWER, False
         return text
 
     def _think(self, text: str, *, last: bool) -> tuple[str, str]:
         """Return (thinking, text behind the second mark)."""
         thought, mark, rest = text.partition(END)
         if not mark and not last:
-            kept = _start_of_mark(thought)
-            thought, self.held = thought[: len(thought) - kept], thought[len(thought) - kept :]
+            kept = len(thought) - _start_of_mark(thought)
+            thought, self.held = thought[:kept], thought[kept:]
         thought = self._shown(thought)
         if mark:
-            self.ended, self.empty = True, True
+            self.part, self.empty = Part.ANSWER, True
         return thought, rest
 
     def _shown(self, text: str) -> str:
@@ -74,9 +80,10 @@ async def with_reasoning(
     pieces: AsyncGenerator[Piece, None], *, begun: bool
 ) -> AsyncGenerator[Piece, None]:
     """Yield the pieces with thinking and answer apart. begun: True if the prompt ends with the first mark."""
+    first = Part.THINKING if begun else Part.START
     choices: dict[int, Thinking] = {}
     async with aclosing(pieces):
         async for piece in pieces:
-            choice = choices.setdefault(piece.choice, Thinking(begun))
+            choice = choices.setdefault(piece.choice, Thinking(first))
             thought, text = choice.add(piece.text, last=piece.end is not None)
             yield replace(piece, text=text, reasoning=thought)

@@ -14,8 +14,8 @@ from megaconv.model.natives import NativeTensor, Region
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter, Pair, Sharding
 from megatron_lite.models.lora.shares import Module, Share, modules_of, shares_of
-from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.moe.experts import ExpertMatrix
+from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, TensorGroup
 from megatron_lite.settings.options import LoRA

@@ -25,11 +25,11 @@ from megatron_lite.models.mixers.heads_over_context import (
     own_heads,
     own_heads_of_all_tokens,
 )
-from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.state_space.kernels import kimi_delta_kernel
 from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_delta_step
+from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear

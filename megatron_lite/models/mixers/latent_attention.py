@@ -8,7 +8,6 @@ by heads. Keys and values are computed in full. The form that works on the laten
 """
 
 import math
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +18,9 @@ from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.mixers.self_attention import attended, tempered
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rotary import neighbours_apart, rotate, sharper
+from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, adapted
-from megatron_lite.products.product import PLAIN, Product
-
-
-class WholeLinear(nn.Module):
-    """A replicated matrix, applied to this tensor rank's tokens."""
-
-    kinds: ClassVar = {"weight": Kind.OF_TOKENS}
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.adapter: nn.Module | None = None
-        self.product: Product = PLAIN
-        self.weight = nn.Parameter(torch.empty(out, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return adapted(self.product.linear(x, self.weight), self.adapter, x)
+from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear
 
 
 class LatentAttention(nn.Module):

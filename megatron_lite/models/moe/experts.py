@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from megaconv.planning.capacity import capacity_of
 from megatron_lite.models.activation import activate
 from megatron_lite.models.build_plan import Plan
-from megatron_lite.models.mixers.latent_attention import WholeLinear
 from megatron_lite.models.moe.counting import RowNumbers
 from megatron_lite.models.moe.dispatch import by_exchange
 from megatron_lite.models.moe.gathering import by_gathering
 from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
+from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, Norm, RowLinear, adapted
 from megatron_lite.products.product import PLAIN, Product
