@@ -117,7 +117,8 @@ _OLMO_2 = {
 }
 _KIMI = {
     **_LATENT, "layers.mixer": ("kda", "kda", "attention", "kda"), "positions.kind": "none", "linear.key_heads": 4, "linear.value_heads": 4,
-    "linear.key_dim": 4, "linear.value_dim": 4, "linear.conv": 3,
+    # Keys are divided by their lengths: over a few elements, this makes far more of rounding than in a real model.
+    "linear.key_dim": 16, "linear.value_dim": 16, "linear.conv": 3,
 }  # fmt: skip
 _FALCON_H1 = {
     "layers.mixer": "side_by_side", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2, "mamba.state": 5, "mamba.norm": "none",
