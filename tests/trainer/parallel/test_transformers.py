@@ -91,6 +91,8 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtyp
     model = load(directory).to(dtype)
     config = open_checkpoint(directory).config
     rows = families()[config.family].rows
+    # EXAONE's class has Llama's names, and its files have others.
+    of_class = families()["llama"].rows if config.family == "exaone" else rows
     logits = model(input_ids=batch().tokens).logits
     loss = F.cross_entropy(logits.reshape(-1, VOCAB), batch().labels.reshape(-1))
     loss.backward()
@@ -98,7 +100,7 @@ def expected_gradients(directory: Path, tp: int, tp_rank: int, dtype: torch.dtyp
     theirs["embed_out.weight"] = theirs.get("lm_head.weight")  # GPT-NeoX's name in files
     chunk = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     whole: dict[str, torch.Tensor] = {}
-    for native in native_tensors(rows, config, HF, Layout(), 0, chunk, VOCAB):
+    for native in native_tensors(of_class, config, HF, Layout(), 0, chunk, VOCAB):
         if native.copy:
             continue
         gradient = theirs[native.name]
