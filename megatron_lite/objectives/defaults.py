@@ -37,7 +37,7 @@ def with_defaults(
         length = min(needed, most)
         settings = _choose(settings, "training", "seq_length", length)
         say(f"--seq-length {length}: the longest example has {data.longest:,} tokens")
-    chosen = {"global_batch_size", "rampup_batch_size"} & settings.given
+    chosen = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"} & settings.given
     if settings.logging.guide and not chosen:
         settings = _with_batch(settings, data, say, world)
     return settings

@@ -21,9 +21,9 @@ def training_length(
     training = settings.training
     if training.epochs is None:
         return {}
-    if sizes.batch.increment:
+    if len(sizes.batch.sizes()) > 1:
         raise UsageError(
-            "--epochs with --rampup-batch-size: give the length of the run with --train-samples"
+            "--epochs with a batch size that grows: give the length of the run with --train-samples"
         )
     left = max(0, samples_of(training.epochs) - progress.consumed_samples)
     steps = -(-left // sizes.batch.full)

@@ -18,7 +18,7 @@ OF_RUNS = (
 """Settings that a Retro needs on other data too."""
 OTHER_DATA = (
     *("data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data"),
-    *("finetune_data", "valid_finetune_data", "rampup_batch_size"),
+    *("finetune_data", "valid_finetune_data", "rampup_batch_size", "step_batch_size_schedule"),
 )
 """Settings that a project replaces."""
 RETRIEVING_FROM = 6

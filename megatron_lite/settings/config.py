@@ -33,6 +33,10 @@ class Training:
     rampup_batch_size: tuple[int, ...] | None = flag(
         None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENTs over SAMPLES"
     )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        'global batches from numbers of tokens on, instead of --global-batch-size, such as "0:768 250B:1536"',
+    )
     seq_length: int | None = flag(
         None, "tokens of a sequence (default: the model's positions, at most 4096)"
     )

@@ -9,7 +9,7 @@ from megatron_lite.settings.grpo import Grpo
 
 OTHER_DATA = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data", "finetune_data", "valid_finetune_data",
-    "mask_prob", "short_seq_prob", "rampup_batch_size",
+    "mask_prob", "short_seq_prob", "rampup_batch_size", "step_batch_size_schedule",
 )  # fmt: skip
 """Settings that a run on a task does not use."""
 
@@ -61,7 +61,14 @@ def _saves_over_load(saving: Checkpointing) -> bool:
     return os.path.realpath(saving.load) == os.path.realpath(saving.save)
 
 
-NOT_OF_PROMPTS = ("finetune_form", "finetune_turns", "show_sample", "split", "rampup_batch_size")
+NOT_OF_PROMPTS = (
+    "finetune_form",
+    "finetune_turns",
+    "show_sample",
+    "split",
+    "rampup_batch_size",
+    "step_batch_size_schedule",
+)
 """Settings of examples that prompts don't have."""
 NOT_GENERATED = (
     "context_parallel_size",

@@ -8,6 +8,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.sharding import rank_sizes
 from megaconv.planning.mixers import in_layer
+from megatron_lite.settings.batch_size import BatchSchedule, BatchSize, batch_size
 from megatron_lite.settings.config import Settings, Training
 from megatron_lite.settings.contradictions import check_flags, check_steps
 from megatron_lite.settings.options import ModelOptions
@@ -18,38 +19,13 @@ LONGEST_UNASKED = 4096
 """Default limit for the tokens of a sequence. A model with 131,072 positions is seldom trained with as many tokens."""
 
 
-@dataclass(frozen=True)
-class BatchSize:
-    """Sequences of a step with Megatron-LM's ramp-up: from `start` by `increment` to `full`, over `samples`."""
-
-    full: int
-    start: int
-    increment: int = 0
-    samples: int = 0
-
-    def at(self, samples: int) -> int:
-        """Return the batch size of the step after so many samples."""
-        if self.start == self.full or samples > self.samples:
-            return self.full
-        each = self.samples / ((self.full - self.start) // self.increment)
-        return min(self.full, self.start + int(samples / each) * self.increment)
-
-    def sizes(self) -> list[int]:
-        """Return every batch size of the run."""
-        return (
-            [*range(self.start, self.full, self.increment), self.full]
-            if self.increment
-            else [self.full]
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """The sizes that follow from the flags, the model and the number of processes."""
 
     layout: Layout
     dp: int
-    batch: BatchSize
+    batch: BatchSize | BatchSchedule
     micro_batch: int
     seq: int
     cp: int = 1
@@ -74,7 +50,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     dp = check_sizes(
         config, layout, world=world, options=options, sequence=seq, microbatches=layout.pp, cp=cp
     )
-    batch = batch_size(training, dp)
+    batch = batch_size(training, dp, seq)
     for size in batch.sizes():
         if size < 1 or size % (micro * dp):
             raise UsageError(
@@ -112,29 +88,6 @@ def _sequence(training: Training) -> int | None:
             f"--seq-length {named[0]} and --encoder-seq-length {named[1]} are the same length; give one"
         )
     return named[0] or named[1]
-
-
-def batch_size(training: Training, dp: int) -> BatchSize:
-    """Return the batch size. Raises UsageError for a ramp-up that does not reach the global batch size."""
-    full = training.global_batch_size or training.micro_batch_size * dp
-    rampup = training.rampup_batch_size
-    if rampup is None:
-        return BatchSize(full, full)
-    if len(rampup) != 3:
-        raise UsageError("--rampup-batch-size takes three numbers: START INCREMENT SAMPLES")
-    start, increment, samples = rampup
-    growth = full - start
-    is_positive = min(start, increment, samples, growth) >= 1
-    if not is_positive or growth % increment:
-        raise UsageError(
-            f"--rampup-batch-size {start} {increment} {samples}: {full} (the global batch) - {start} = {growth} "
-            f"must be a positive multiple of {increment}"
-        )
-    if training.train_samples is None:
-        raise UsageError(
-            "--rampup-batch-size counts in samples: give --train-samples in place of --train-iters"
-        )
-    return BatchSize(full, start, increment, samples)
 
 
 def check_sizes(

@@ -1,14 +1,19 @@
 """Learning rate, weight decay and batch size against Megatron core's own."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.loop.schedule import learning_rate, make_schedule, weight_decay
+from megatron_lite.settings.batch_size import batch_size
 from megatron_lite.settings.config import Training
 from megatron_lite.settings.optimization import Optimizer
-from megatron_lite.settings.sizes import batch_size
+from tests.megatron_oracle import installed_minor
+from tests.trainer.loop.launches import LLAMA, train
 
 pytestmark = pytest.mark.oracle
 
@@ -63,13 +68,14 @@ def test_rates_are_those_of_megatron_core_at_every_step(
         theirs.step(batch)
 
 
+@pytest.mark.skipif(installed_minor() >= 19, reason="core 0.19 has a schedule in place of the ramp")
 def test_the_batch_grows_as_megatron_cores_does() -> None:
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
     training = Training(
         global_batch_size=20, rampup_batch_size=(4, 4, 60), train_samples=400, micro_batch_size=2
     )
-    ours = batch_size(training, 2)
+    ours = batch_size(training, 2, 32)
     assert ours.sizes() == [4, 8, 12, 16, 20]
     theirs = RampupBatchsizeNumMicroBatchesCalculator(20, 2, 2, False, 0, 4, 4, 60)
     samples = 0
@@ -77,6 +83,77 @@ def test_the_batch_grows_as_megatron_cores_does() -> None:
         theirs.update(samples, consistency_check=False)
         assert ours.at(samples) == theirs.get_current_global_batch_size()
         samples += ours.at(samples)
+
+
+SCHEDULES = ["0:4", "0:4 700:8 2k:12", "0:4,0.7K:8,0.002M:12", "0:12 1000:4"]
+
+
+@pytest.mark.skipif(installed_minor() < 19, reason="core has the schedule since 0.19")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_batch_has_the_sizes_of_megatron_cores_schedule(schedule: str) -> None:
+    from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
+
+    ours = batch_size(scheduled(schedule), 2, 32)
+    theirs = StepBatchsizeNumMicroBatchesCalculator(2, 2, False, 0, schedule, 32)
+    assert ours.full == theirs.global_batch_size
+    for samples in range(80):
+        theirs.update(samples, consistency_check=False)
+        assert ours.at(samples) == theirs.get_current_global_batch_size()
+
+
+def scheduled(schedule: str, **others: Any) -> Training:
+    return Training(step_batch_size_schedule=schedule, train_samples=400, **others)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:3])
+def test_a_schedules_tokens_are_whole_sequences(schedule: str) -> None:
+    """700 tokens are 21 sequences of 32 and a part of one."""
+    ours = batch_size(scheduled(schedule), 2, 32)
+    assert ours.sizes() == [4, 8, 12]
+    assert [ours.at(samples) for samples in (0, 20, 21, 61, 62, 1000)] == [4, 4, 8, 8, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "others", "message"),
+    [
+        ("", {}, "expected TOKENS:SIZE"),
+        ("0:4 700", {}, "expected TOKENS:SIZE"),
+        ("0:4 7G:8", {}, "expected TOKENS:SIZE"),
+        ("0:0", {}, "expected TOKENS:SIZE"),
+        ("0:-4", {}, "expected TOKENS:SIZE"),
+        ("700:8", {}, "the first size must be that of 0 tokens"),
+        ("0:4 700:8 701:12", {}, "by a sequence of 32 at least"),
+        ("0:4 700:8 300:12", {}, "must be larger than the one before it"),
+        ("0:4", {"global_batch_size": 4}, "leave out --global-batch-size"),
+        ("0:4", {"rampup_batch_size": (4, 4, 60)}, "leave out --rampup-batch-size"),
+    ],
+)
+def test_an_impossible_schedule_is_refused(
+    schedule: str, others: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        batch_size(scheduled(schedule, **others), 2, 32)
+
+
+def test_a_schedule_needs_a_length_in_samples() -> None:
+    with pytest.raises(UsageError, match="give --train-samples"):
+        batch_size(Training(step_batch_size_schedule="0:4", train_iters=5), 2, 32)
+
+
+def test_a_run_keeps_its_place_in_the_schedule(tmp_path: Path) -> None:
+    """Steps of 2, 2, 4, 4 and 8 sequences; a run that stops after the third goes on with the fourth."""
+    model = LLAMA.replace("--global-batch-size 4 ", "")
+    schedule = "--train-samples 20 --step-batch-size-schedule 0:2,64:4,192:8"
+    flags = f"pretrain {model} {schedule} --save ckpt"
+    train(tmp_path / "straight", 1, flags)
+    for more in ("--exit-interval 3", "--resume"):
+        train(tmp_path / "stopped", 1, f"{flags} {more}")
+    straight, stopped = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("straight", "stopped")
+    )
+    assert [line["loss"] for line in straight] == [line["loss"] for line in stopped]
+    assert [line["consumed_samples"] for line in straight] == [2, 4, 8, 12, 20]
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ from megatron_lite.models.mixers.delta_net import DELTA_NET
 from megatron_lite.models.mixers.mamba import MAMBA
 from megatron_lite.models.mixers.table import MIXERS, mixer_of, stays_in_float32
 from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.settings.batch_size import BatchSize
 from megatron_lite.settings.config import Checkpointing, Settings
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.options import ModelOptions
-from megatron_lite.settings.sizes import BatchSize, Sizes
+from megatron_lite.settings.sizes import Sizes
 from tests.trainer.parallel import small
 from tests.trainer.parallel.small import (
     CPU,

@@ -21,8 +21,9 @@ from megatron_lite.models.bert import SWAPPED_PARTS
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
+from megatron_lite.settings.batch_size import BatchSize
 from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
-from megatron_lite.settings.sizes import BatchSize, Sizes
+from megatron_lite.settings.sizes import Sizes
 from tests.trainer.parallel.small import MODELS as DECODERS
 from tests.trainer.parallel.small import NONE
 from tests.trainer.parallel.test_bert import CONFIG as BERT
