@@ -1,6 +1,7 @@
 # `make demo` does everything on a fresh machine with Python 3.10 or newer, and `make test` with 3.11 or newer.
 
 PYTHON ?= python3
+PYTHON_OF_CORE ?= python3.12
 VENV := .venv
 BIN := $(VENV)/bin
 # Python compiles a module when it is first imported. To compile all of torch and transformers takes a minute more.
@@ -16,7 +17,7 @@ COMPILED := tests/trainer/state_space/test_compiled_kernels.py
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train speedrun test test-fast test-slow test-kernels explore test-gpu trust check docs benchmark clean
+.PHONY: demo demo-train speedrun test test-fast test-slow test-core test-kernels explore test-gpu trust check docs benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -37,6 +38,10 @@ test-fast: $(VENV)/.tested
 
 test-slow: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# The newest megatron-core needs Python 3.12. Everything that is compared with core is compared with that release here.
+test-core: $(VENV)/.of_core
+	PYTHONPATH=$(CURDIR) $(VENV)/core/bin/python -m pytest -n 2 -m "oracle and not slow and not gpu"
 
 # Kernels of packages that need a GPU: computed on a CPU by Triton's interpreter, then compiled for an H100.
 test-kernels: $(VENV)/.interpreted
@@ -80,6 +85,13 @@ $(VENV)/.tested: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".[test,oracle,data,train,zarr,serve,retrieval]"
 	touch $(VENV)/.installed $@
+
+$(VENV)/.of_core: pyproject.toml constraints.txt
+	$(PYTHON_OF_CORE) -m venv $(VENV)/core
+	grep -v megatron-core constraints.txt > $(VENV)/core/constraints.txt
+	$(VENV)/core/bin/python -m pip install --quiet --no-compile -c $(VENV)/core/constraints.txt \
+	  megatron-core==0.19.2 -e ".[test,oracle,data,train,zarr,serve,retrieval]"
+	touch $@
 
 # mamba_ssm and flash_attn have Python too. What they would compile with CUDA isn't needed.
 # amd-aiter has FlashAttention's kernels in Triton, and the source of other kernels in 170 MB of aiter_meta.

@@ -495,11 +495,10 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
         chunk.load_state_dict(weights, strict=True)
         if args.layernorm_zero_centered_gamma:
             as_others_do(args, chunk)
-        # Without labels GPTModel doesn't know what to do with what further layers predict: so it gives it back, after the
-        # main logits as if it were more of the sequence.
-        chunk.config.mtp_num_layers = None
-        if mamba_oracle.is_hybrid(args):  # HybridModel goes by its own attribute
-            chunk.mtp_process = False
+        # Without labels a model doesn't know what to do with what further layers predict. It would return that after the
+        # main logits, as if it were more of the sequence.
+        chunk.mtp_process = False
+        chunk.config.mtp_num_layers = None  # core 0.16 looks here, too
         chunks.append(chunk)
     return chunks
 

@@ -1264,10 +1264,11 @@ def load(directory: Path, **settings: Any) -> "PreTrainedModel":
 
     config = read_saved_config(directory, **settings)
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
-    return cast(
-        "PreTrainedModel",
-        model_class(config).from_pretrained(directory, config=config, **options).eval(),
-    )
+    model = model_class(config).from_pretrained(directory, config=config, **options).eval()
+    # Weights in a mapped file have any address, and products round otherwise at some of them.
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return cast("PreTrainedModel", model)
 
 
 def compute(model: "PreTrainedModel", tokens: "torch.Tensor") -> "torch.Tensor":

@@ -15,7 +15,7 @@ from megaconv.errors import LayoutError, NotExpressible, TensorMismatch, Unknown
 from megaconv.families import families
 from tests.conftest import FIXTURES
 from tests.families.test_families import assert_same, weights_of, write_model
-from tests.megatron_oracle import Megatron, read_rank_file, version_directory
+from tests.megatron_oracle import Megatron, for_this_release, read_rank_file, version_directory
 from tests.optimizer_models import write_trained_mamba
 from tests.runs import assert_refused, run
 from tests.transformers_oracle import compute, load
@@ -67,14 +67,16 @@ def test_transformers_and_megatron_compute_from_ours_what_megatron_computed(
     tokens, expected = stored["input_ids"], stored["logits"]
     megaconv.convert(REAL, tmp_path / "hf", saver="hf", config=REAL / "hf")
     assert (compute(load(tmp_path / "hf"), tokens) - expected).abs().max().item() < 1e-4
-    options: dict[str, Any] = {"transformer_impl": "local", "pp": 2, "layer_split": (1, 2), "tp": 2}
+    layout: dict[str, Any] = {"pp": 2, "layer_split": (1, 2), "tp": 2}
     megaconv.convert(
         REAL,
         tmp_path / "core",
         saver="core",
         config=REAL / "hf",
+        transformer_impl="local",
         make_vocab_size_divisible_by=2,
-        **options,
+        options=for_this_release(),
+        **layout,
     )
     logits = megatron.logits(tmp_path / "core", tokens)[..., : expected.shape[-1]]
     assert (logits - expected).abs().max().item() < 1e-4

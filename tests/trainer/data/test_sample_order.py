@@ -10,6 +10,7 @@ from megatron_lite.data.datasets import DataOptions, build_datasets
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import NullTokenizer
 from tests.trainer.data.corpus import VOCAB, some_lengths, write_corpus
+from tests.trainer.data.megatron_tokenizers import null_tokenizer
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
@@ -35,11 +36,7 @@ def megatron(samples: tuple[int | None, ...], **options: Any) -> list[Any]:
     )
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.core.datasets.utils import get_blend_from_list
-    from megatron.core.tokenizers import MegatronTokenizer
 
-    tokenizer = MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "null"}, vocab_size=VOCAB
-    )
     split_paths = [options.pop(f"{name}_data_path", None) for name in ("train", "valid", "test")]
     config = GPTDatasetConfig(
         random_seed=options.pop("seed", 1234),
@@ -49,7 +46,7 @@ def megatron(samples: tuple[int | None, ...], **options: Any) -> list[Any]:
         if any(split_paths)
         else None,
         split=options.pop("split", None),
-        tokenizer=tokenizer,
+        tokenizer=null_tokenizer(VOCAB),
         reset_position_ids=options.pop("reset_position_ids", False),
         reset_attention_mask=options.pop("reset_attention_mask", False),
         eod_mask_loss=options.pop("eod_mask_loss", False),

@@ -10,6 +10,7 @@ import pytest
 from formats.errors import CheckpointError, CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, TokenizerOptions, build_tokenizer
+from tests.trainer.data.megatron_tokenizers import build, null_tokenizer
 from tests.trainer.data.vocabularies import TEXTS, bert_vocabulary, gpt2_files, sentencepiece_model
 
 
@@ -40,22 +41,12 @@ def options(kind: str, files: dict[str, Path]) -> TokenizerOptions:
 
 def megatron(options: TokenizerOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
     """megatron-core's tokenizer for the same flags; the names that it would look up on the Hub become our directories."""
-    from argparse import Namespace
-
     from megatron.core.tokenizers.text.libraries import megatron_hf_tokenizer
-    from megatron.core.tokenizers.text.utils.build_tokenizer import build_tokenizer as build
 
     if options.vocab_file:
         entry = {"tokenizer_name": str(options.vocab_file.parent)}
         monkeypatch.setitem(megatron_hf_tokenizer.MEGATRON_CONFIG_MAP, options.type, entry)
-    return build(
-        Namespace(
-            tokenizer_type=options.type, tokenizer_model=options.model, vocab_size=options.vocab_size,
-            vocab_file=options.vocab_file and str(options.vocab_file), merge_file=options.merge_file and str(options.merge_file),
-            tokenizer_special_tokens=None, tokenizer_hf_use_fast=True, trust_remote_code=False,
-            tokenizer_hf_include_special_tokens=False, tokenizer_sentencepiece_legacy=False, tokenizer_metadata=None,
-        )
-    )  # fmt: skip
+    return build(options)
 
 
 @pytest.mark.oracle
@@ -91,9 +82,9 @@ def test_ids_are_those_of_megatron_core(
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-def test_numbers_are_those_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_megatron_core() -> None:
     given = TokenizerOptions("NullTokenizer", vocab_size=100)
-    ours, theirs = build_tokenizer(given), megatron(given, monkeypatch)
+    ours, theirs = build_tokenizer(given), null_tokenizer(100)
     assert ours.tokenize("3 1 99") == theirs.tokenize("3 1 99") == [3, 1, 99]
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod) == (101, 100)
     assert ours.detokenize([3, 1]) == "3 1"

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from tests import mamba_oracle
 from tests.megatron_oracle import (
     REPOSITORY,
     load_chunks,
@@ -99,9 +98,9 @@ def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float
     args = read_rank_file(min(version.glob("mp_rank_*/model_optim_rng.pt")))["args"]
     (model,) = load_chunks(args, version)
     model.output_layer.gather_output = False  # built for logits, not for a loss
-    model.config.mtp_num_layers = args.mtp_num_layers  # taken away for the same reason
-    if mamba_oracle.is_hybrid(args):
-        model.mtp_process = bool(args.mtp_num_layers)
+    # Taken away for the same reason.
+    model.mtp_process = bool(args.mtp_num_layers)
+    model.config.mtp_num_layers = args.mtp_num_layers
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
     )

@@ -13,7 +13,7 @@ from megaconv import open as open_checkpoint
 from tests.families.test_families import weights_of, write_model
 from tests.families.test_hybrid_mtp import MTP_OF_HYBRID
 from tests.megatron.test_optimizer import assert_one_step
-from tests.megatron_oracle import installed_minor
+from tests.megatron_oracle import for_this_release, installed_minor
 from tests.optimizer_models import load
 from tests.optimizer_oracle import step as go_on
 from tests.runs import run as megaconv
@@ -38,8 +38,11 @@ def test_a_step_is_that_of_megatron_core(tmp_path: Path) -> None:
         1,
         f"pretrain {unpadded} --train-iters 2 --exit-interval 1 --save ckpt --ckpt-format torch --transformer-impl local",
     )
+    convert(
+        tmp_path / "ckpt", tmp_path / "core", saver="core", transformer_impl="local", options=for_this_release()
+    )  # fmt: skip
     tokens = torch.randint(60, (1, 4, 2, 33), generator=torch.Generator().manual_seed(8))
-    ((expected,),) = train_with_core([tmp_path / "ckpt"], tokens, LR, tmp_path)
+    ((expected,),) = train_with_core([tmp_path / "core"], tokens, LR, tmp_path)
     (report,) = steps_of(tmp_path / "ckpt", tokens)
     assert (report.loss, report.grad_norm) == pytest.approx(expected, rel=1e-6)
 

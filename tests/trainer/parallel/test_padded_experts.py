@@ -73,7 +73,7 @@ def _by_core(given: Given, factor: float, policy: str) -> Tensor:
     capacity = core.get_capacity(TOKENS * PER_TOKEN, EXPERTS, factor)
     # Padding counts as tokens of the experts, so that it would hide which experts are busy.
     assert routing.sum(0).tolist() == [capacity] * EXPERTS
-    rows, row_probs, order = core.permute(
+    rows, row_probs, order, *_ = core.permute(
         given.x, routing, probs, num_out_tokens=capacity * EXPERTS, drop_and_pad=True
     )
     made = given.compute(rows, row_probs.unsqueeze(1), [capacity] * EXPERTS)
