@@ -13,6 +13,7 @@ from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies, small_files
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
     lossy,
     quantized_forms,
@@ -25,9 +26,9 @@ from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
-from megaconv.model.naming import HF, Naming
+from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import NativeTensor, unsharded_tensors
-from megaconv.options import SaveOptions
+from megaconv.options import MXFP4, SaveOptions
 from megaconv.saver import Saver
 from megaconv.values.forms import Form
 
@@ -45,7 +46,7 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     require_quantization(options)
     if options.quantize is None or header.config.has("retriever"):
         return {}
-    natives = _natives(family(header.config.family), header.config, HF)
+    natives = _natives(family(header.config.family), header.config, _own_naming(options))
     return quantized_forms([native for native in natives if native.copy is None], header, options)
 
 
@@ -62,7 +63,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
     files |= small_files(header)
     base = _open_base(config, options)
-    listed = _listed(table, config, base)
+    listed = _listed(table, config, base, options)
     natives = [native for native in listed if native.copy is None or native.copy.written]
     if options.quantize is not None:
         described = quantization_files(CONFIG_NAME, config_json, natives, header, options)
@@ -105,12 +106,20 @@ def _open_base(config: ModelConfig, options: SaveOptions) -> BaseModel | None:
     return open_base(options.base, config.dtype, overflow="overflow" in options.allow_lossy)
 
 
-def _listed(table: Family, config: ModelConfig, base: BaseModel | None) -> list[NativeTensor]:
+def _own_naming(options: SaveOptions) -> Naming:
+    """The naming scheme of an output without an original model. MXFP4 stores the rows of all experts in one tensor."""
+    return HF_STACKED if options.quantize == MXFP4 else HF
+
+
+def _listed(
+    table: Family, config: ModelConfig, base: BaseModel | None, options: SaveOptions
+) -> list[NativeTensor]:
     """All native tensors, in the spelling of the original model if there is one."""
     if base is not None:
         return _as_in(base, table, config)
-    naming = HF if config.whole is None else Naming("hf", config.whole.experts)
-    return _natives(table, config, naming)
+    if config.whole is not None:
+        return _natives(table, config, Naming("hf", config.whole.experts))
+    return _natives(table, config, _own_naming(options))
 
 
 def _names(natives: Sequence[NativeTensor], config: ModelConfig) -> dict[str, str]:
@@ -124,7 +133,7 @@ def _notices(header: Header, config: ModelConfig, options: SaveOptions) -> tuple
     # it differently.
     is_of_megatron = header.layout is not None
     notices = tuple(family(config.family).notices(config)) if is_of_megatron else ()
-    return notices if options.quantize is None else (*notices, lossy(options.quantize))
+    return notices if options.quantize is None else (*notices, lossy(options.quantize, options))
 
 
 def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:
@@ -188,6 +197,7 @@ SAVER = Saver(
     name="hf",
     description="Hugging Face transformers: config.json with sharded *.safetensors",
     plan=plan,
+    options=OPTIONS,
     uses=uses,
     holds_whole=True,
     keeps_names=True,

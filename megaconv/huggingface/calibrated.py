@@ -37,7 +37,7 @@ from megaconv.values.smoothed import round_to
 INPUT_SCALE, PRE_QUANT_SCALE, K_SCALE, V_SCALE = CONSTANTS = (
     "input_scale", "pre_quant_scale", "k_scale", "v_scale",
 )  # fmt: skip
-"""The last parts of the names of the tensors that are stored beside a weight."""
+"""The last parts of the names of the tensors that are stored beside a weight and come from a calibration."""
 AWQ = (INT4_AWQ, W4A8_AWQ)
 _LEAST, _MOST = 1e-4, 1e4
 _LEAST_AWQ_SCALE = 1e-8

@@ -2,12 +2,13 @@
 
 Weights of attention, MLP and experts are quantized. Embeddings, head, norms, routers and indexers are not. A fused
 native tensor is quantized only if each canonical tensor in it fills whole blocks: 128 rows for FP8 by blocks, 16 elements of
-a row for NVFP4, 128 elements of two rows for INT4. The others need whole rows. Otherwise it stays unquantized and is
-listed with the others (`quantization_config.py`). `calibrated.py` has the scales of activations.
+a row for NVFP4, 128 elements of two rows for INT4 of ModelOpt. The others need whole rows. Otherwise it stays unquantized and is
+listed with the others (`quantization_config.py`). `calibrated.py` has the scales of activations, `packed.py` chooses the
+weights of MXFP4 and of packed integers.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from formats.tensor import Box, matrix_shape
@@ -17,6 +18,13 @@ from megaconv.huggingface.calibrated import (
     Calibrated,
     calibrated_forms,
     with_cache_scales,
+)
+from megaconv.huggingface.packed import (
+    WEIGHT_SHAPE,
+    Packing,
+    mxfp4_forms,
+    packed_forms,
+    packing_of,
 )
 from megaconv.model.ir import Header, Key
 from megaconv.model.natives import NativeTensor, Region
@@ -28,14 +36,19 @@ from megaconv.options import (
     INT4_AWQ,
     INT8_SQ,
     KV_CACHES,
+    MXFP4,
     NVFP4,
+    PACKED,
     QUANTIZATIONS,
     W4A8_AWQ,
+    W4A16,
+    W8A16,
     SaveOptions,
 )
-from megaconv.values import calibrated, fp8_blocks, fp8_rows
+from megaconv.values import calibrated, fp8_blocks, fp8_rows, mxfp4
 from megaconv.values.calibration import Calibration, read_calibration
 from megaconv.values.forms import Form
+from megaconv.values.four_bits import MXFP4_GROUP
 from megaconv.values.fp8_blocks import BLOCK, grid
 from megaconv.values.nvfp4 import GROUP, scales_shape
 from megaconv.values.quantizing import SCALE, SCALE_2
@@ -50,12 +63,16 @@ _JOINED = {
 """Weights that inference engines fuse: the last part of a weight's name -> the fused name."""
 
 
-def lossy(quantize: str) -> str:
+def lossy(quantize: str, options: SaveOptions) -> str:
     """The notice that a conversion gives about the quantization."""
+    group = packing_of(options).group
     how = {
         FP8_BLOCK: "float8_e4m3fn with a scale for each block of 128 by 128",
         FP8_PER_CHANNEL: "float8_e4m3fn with a scale for each row",
         NVFP4: "4 bits with a scale for each 16 of a row",
+        MXFP4: "4 bits with a power of two for each 32 of a row",
+        W4A16: f"4 bits with a scale for each {group} of a row",
+        W8A16: f"8 bits with a scale for each {group} of a row",
         FP8: "float8_e4m3fn with one scale for each matrix",
         INT8_SQ: "8 bits with a scale for each row, after SmoothQuant",
         INT4_AWQ: "4 bits with a scale for each 128 of a row, after AWQ",
@@ -66,10 +83,18 @@ def lossy(quantize: str) -> str:
         if quantize in (INT4_AWQ, W4A8_AWQ)
         else ""
     )
+    which = (
+        "weights of experts" if _is_of_experts(options) else "weights of attention, MLP and experts"
+    )
     return (
-        f"weights of attention, MLP and experts are rounded to {how[quantize]} ({quantize}); "
+        f"{which} are rounded to {how[quantize]} ({quantize}); "
         f"fingerprints are of the values that are read back{moved}"
     )
+
+
+def _is_of_experts(options: SaveOptions) -> bool:
+    """True if only experts are quantized."""
+    return options.quantize == MXFP4 or packing_of(options).only_experts
 
 
 def quantized_forms(
@@ -93,7 +118,10 @@ def quantized_forms(
             "--quantize: --base copies the original's tensors as they are; leave one of them out"
         )
     statistics = _statistics(kind, options)
-    fits, needed = _FITTING[kind]
+    if kind == MXFP4:
+        return mxfp4_forms(natives, header)
+    packing = packing_of(options)
+    fits, needed = _packed_fitting(packing) if kind in PACKED else _FITTING[kind]
     chosen = [native for native in natives if _is_linear(native) and fits(native)]
     if not chosen:
         raise NotExpressible(
@@ -102,6 +130,8 @@ def quantized_forms(
         )
     if kind in CALIBRATED and statistics is not None:
         found = calibrated_forms(Calibrated(chosen, header, kind, statistics))
+    elif kind in PACKED:
+        found = packed_forms(chosen, kind, packing)
     else:
         found = _weight_forms(chosen, kind)
     if options.kv_cache is not None and statistics is not None:
@@ -112,6 +142,7 @@ def quantized_forms(
 def require_quantization(options: SaveOptions) -> None:
     """Raises UsageError for options that only a quantized output uses, and for an unneeded calibration."""
     kind = options.quantize
+    packing_of(options)
     if kind is not None:
         is_needed = kind in CALIBRATED or options.kv_cache is not None
         if options.calibration is not None and not is_needed:
@@ -138,9 +169,9 @@ def _statistics(kind: str, options: SaveOptions) -> Calibration | None:
     cache = options.kv_cache
     if cache not in (None, *KV_CACHES):
         raise UsageError(f"--kv-cache {cache}: is not known; choose {' or '.join(KV_CACHES)}")
-    if cache is not None and kind == FP8_BLOCK:
+    if cache is not None and kind in (FP8_BLOCK, MXFP4, *PACKED):
         raise UsageError(
-            f"--kv-cache {cache}: DeepSeek's {FP8_BLOCK} has no place for scales of a cache; choose another --quantize"
+            f"--kv-cache {cache}: {kind} has no place for scales of a cache; choose another --quantize"
         )
     needing = f"--quantize {kind}" if kind in CALIBRATED else f"--kv-cache {cache}"
     is_needed = kind in CALIBRATED or cache is not None
@@ -221,6 +252,11 @@ _FITTING = {
 """Quantization -> (True for a native tensor that it can store, the condition in words)."""
 
 
+def _packed_fitting(packing: Packing) -> "tuple[Callable[[NativeTensor], bool], str]":
+    """The entry of packed integers in _FITTING."""
+    return lambda native: packing.fits(native) and _has_whole_rows(native), packing.condition
+
+
 def with_scales(native: NativeTensor, header: Header, quantize: str) -> Iterator[NativeTensor]:
     """A native tensor as it is stored, followed by its scales and constants if it is quantized.
 
@@ -228,7 +264,7 @@ def with_scales(native: NativeTensor, header: Header, quantize: str) -> Iterator
     """
     yield from _with_weight_scales(native, header, quantize)
     for name in native.parts:
-        for constant in CONSTANTS:
+        for constant in (*CONSTANTS, WEIGHT_SHAPE):
             beside = f"{name.removesuffix('.weight')}.{constant}"
             info = header.manifest.get(Key(beside))
             if info is not None:
@@ -260,12 +296,45 @@ def _with_weight_scales(
         yield _scaled(native, "", 1, cols // 2)._replace(shape=(rows, cols // 2))
         yield _scaled(native, SCALE, 1, scales[1])._replace(shape=scales)
         yield _shared_scale(native, SCALE_2)
+    elif quantize == MXFP4:
+        yield from _mxfp4(native)
+    elif quantize in PACKED:
+        yield from _packed(native, header)
     else:
         groups = cols // calibrated.GROUP
         yield _scaled(native, "", 2, cols)._replace(shape=(rows // 2, cols))
         yield _scaled(native, SCALE, 1, groups)._replace(shape=(rows, groups))
         if quantize == W4A8_AWQ:
             yield _shared_scale(native, SCALE_2)
+
+
+def _mxfp4(native: NativeTensor) -> Iterator[NativeTensor]:
+    """The codes [experts, rows, blocks, 16] and the exponents [experts, rows, blocks] of the experts of a layer."""
+    blocks = native.shape[-1] // MXFP4_GROUP
+    grid_shape = (*native.shape[:-1], blocks)
+    codes = {
+        name: tuple(
+            Region(
+                Box(region.box.row0 * blocks, region.box.row1 * blocks, 0, mxfp4.BLOCK_BYTES),
+                region.row * blocks,
+            )
+            for region in regions
+        )
+        for name, regions in native.parts.items()
+    }
+    yield NativeTensor(f"{native.name}_blocks", codes, (*grid_shape, mxfp4.BLOCK_BYTES))
+    exponents = _scaled(native, SCALE, 1, blocks)
+    yield exponents._replace(name=f"{native.name}_scales", shape=grid_shape)
+
+
+def _packed(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
+    """The words and the scales of a weight. header: header of the stored tensors."""
+    first = next(iter(native.parts))
+    words, scales = (matrix_shape(header.manifest[Key(first + end)].shape) for end in ("", SCALE))
+    rows = native.shape[0]
+    codes = _scaled(native, "", 1, words[1])
+    yield codes._replace(name=f"{native.name}_packed", shape=(rows, words[1]))
+    yield _scaled(native, SCALE, 1, scales[1])._replace(shape=(rows, scales[1]))
 
 
 def _shared_scale(native: NativeTensor, end: str) -> NativeTensor:

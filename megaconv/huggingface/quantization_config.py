@@ -10,6 +10,7 @@ from typing import Any
 
 from megaconv import _version
 from megaconv.families.parts.hf_config import MODELOPT_FILE, QUANTIZATION, as_file
+from megaconv.huggingface.packed import mxfp4_settings, packed_settings
 from megaconv.huggingface.quantization import is_quantized
 from megaconv.model.ir import Header
 from megaconv.model.natives import NativeTensor
@@ -19,7 +20,9 @@ from megaconv.options import (
     FP8_PER_CHANNEL,
     INT4_AWQ,
     INT8_SQ,
+    MXFP4,
     NVFP4,
+    PACKED,
     W4A8_AWQ,
     SaveOptions,
 )
@@ -54,7 +57,7 @@ _DETAILS: Mapping[str, Mapping[str, Any]] = {
 def quantization_files(
     name: str, config: bytes, natives: Sequence[NativeTensor], header: Header, options: SaveOptions
 ) -> dict[str, bytes]:
-    """The config.json of this name with DeepSeek's or ModelOpt's quantization settings, and any further settings file.
+    """The config.json of this name with the quantization settings of its form, and any further settings file.
 
     The settings list the modules that aren't quantized. natives: native tensors without their scales. header: header of
     the stored tensors.
@@ -70,6 +73,10 @@ def quantization_files(
     kind = options.quantize or ""
     if kind == FP8_BLOCK:
         return {name: _with(config, _deepseek(plain))}
+    if kind == MXFP4:
+        return {name: _with(config, mxfp4_settings())}
+    if kind in PACKED:
+        return {name: _with(config, packed_settings(plain, options))}
     producer = {"name": "megaconv", "version": _version.__version__}
     described = {
         **({"config_groups": {"group_0": _GROUPS[kind]}} if kind in _GROUPS else {}),

@@ -40,10 +40,14 @@ value for it.
 """
 
 QUANTIZATIONS = (
-    "fp8-block", "fp8-per-channel", "nvfp4", "fp8", "int8-sq", "int4-awq", "w4a8-awq",
+    "fp8-block", "fp8-per-channel", "nvfp4", "mxfp4", "w4a16", "w8a16", "fp8", "int8-sq", "int4-awq", "w4a8-awq",
 )  # fmt: skip
 """The accepted values of `quantize`."""
-FP8_BLOCK, FP8_PER_CHANNEL, NVFP4, FP8, INT8_SQ, INT4_AWQ, W4A8_AWQ = QUANTIZATIONS
+(
+    FP8_BLOCK, FP8_PER_CHANNEL, NVFP4, MXFP4, W4A16, W8A16, FP8, INT8_SQ, INT4_AWQ, W4A8_AWQ,
+) = QUANTIZATIONS  # fmt: skip
+PACKED = (W4A16, W8A16)
+"""Quantizations to integers in compressed-tensors' words."""
 CALIBRATED = (FP8, INT8_SQ, INT4_AWQ, W4A8_AWQ)
 """Quantizations that need the statistics of a calibration."""
 KV_CACHES = ("fp8",)
@@ -172,8 +176,9 @@ class SaveOptions:
         "--quantize",
         heading=VALUES,
         help="Quantize weights of attention, MLP and experts in an hf output: fp8-block (FP8, a scale for each 128 by 128), "
-        "fp8-per-channel (FP8, a scale for each row), nvfp4 (4 bits, a scale for each 16); with --calibration also fp8 "
-        "(FP8, one scale), int8-sq (SmoothQuant), int4-awq and w4a8-awq. All but the first as ModelOpt has them. Lossy.",
+        "fp8-per-channel (FP8, a scale for each row), nvfp4 (4 bits, a scale for each 16), mxfp4 (experts of GPT-OSS as "
+        "OpenAI publishes them), w4a16 and w8a16 (INT4 and INT8 of compressed-tensors, a scale for each 128); with --calibration also fp8 "
+        "(FP8, one scale), int8-sq (SmoothQuant), int4-awq and w4a8-awq, as ModelOpt has them. Lossy.",
     )
     """The quantization of linear layers' weights in an `hf` output, one of QUANTIZATIONS; None: no quantization."""
     kv_cache: str | None = option(

@@ -70,6 +70,8 @@ class Form(NamedTuple):
     brings_scale_2: bool = False
     """True if the shared scale is stored with this tensor. It is stored with one of several fused tensors."""
     scaling: Scaling = Scaling()
+    group: int = 0
+    """Elements of a row that share a scale, for integers in words."""
 
     @property
     def is_quantized(self) -> bool:

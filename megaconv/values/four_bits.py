@@ -38,7 +38,7 @@ class Mxfp4Tensor:
         groups, packed_box, cols = _whole_groups(box, MXFP4_GROUP)
         packed = read_bytes(self.packed, packed_box)
         exponents = read_bytes(self.scales, groups)
-        values = _scaled(_fp4_pairs()[packed], _powers()[exponents], MXFP4_GROUP)
+        values = _scaled(fp4_pairs()[packed], powers()[exponents], MXFP4_GROUP)
         np.copyto(out, rounded(np.ascontiguousarray(values[:, cols]), self.dtype))
 
 
@@ -88,7 +88,7 @@ def _whole_groups(box: Box, group: int) -> tuple[Box, Box, slice]:
 
 
 @cache
-def _fp4_pairs() -> Floats:
+def fp4_pairs() -> Floats:
     """[256, 2]: the values of the low and the high four bits of a byte."""
     positive = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
     values = np.concatenate([positive, -positive])
@@ -99,11 +99,11 @@ def _fp4_pairs() -> Floats:
 @cache
 def _nvfp4_pairs() -> Floats:
     """The same for NVFP4, without the sign of a negative zero, as in ModelOpt."""
-    return _fp4_pairs() + np.float32(0)
+    return fp4_pairs() + np.float32(0)
 
 
 @cache
-def _powers() -> Floats:
+def powers() -> Floats:
     """2 ^ (scale - 127) of all 256 scales."""
     with np.errstate(over="ignore"):
         return np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)

@@ -3,6 +3,8 @@
     fp8-block          x [out, in] float8_e4m3fn, x_scale_inv [out / 128, in / 128] float32           fp8_blocks.py
     fp8-per-channel    x [out, in] float8_e4m3fn, x_scale [out] float32                               fp8_rows.py
     nvfp4              x [out, in / 2] uint8, x_scale [out, in / 16] float8_e4m3fn, x_scale_2 []      nvfp4.py
+    mxfp4              x [out, in / 32, 16] uint8, x_scale [out, in / 32] uint8                       mxfp4.py
+    w4a16, w8a16       x [out, in / 8 or 4] int32, x_scale [out, in / group]                          grouped_integers.py
     fp8                x [out, in] float8_e4m3fn, x_scale []                                          calibrated.py
     int8-sq            x [out, in] int8, x_scale [out]                                                calibrated.py
     int4-awq           x [out / 2, in] uint8, x_scale [out, in / 128]                                 calibrated.py
@@ -22,10 +24,13 @@ from megaconv.options import (
     FP8_PER_CHANNEL,
     INT4_AWQ,
     INT8_SQ,
+    MXFP4,
     NVFP4,
     W4A8_AWQ,
+    W4A16,
+    W8A16,
 )
-from megaconv.values import fp8_blocks, fp8_rows, nvfp4
+from megaconv.values import fp8_blocks, fp8_rows, grouped_integers, mxfp4, nvfp4
 from megaconv.values.calibrated import (
     ByteCodes,
     Fp8,
@@ -136,6 +141,19 @@ def _nvfp4(weight: Weight) -> _Made:
         yield SCALE_2, Fp4Scale2(weight.shared)
 
 
+def _mxfp4(weight: Weight) -> _Made:
+    blocks = mxfp4.Blocks(weight.tensor, weight.name)
+    yield "", mxfp4.Mxfp4Codes(blocks, weight.errors)
+    yield SCALE, mxfp4.Mxfp4Exponents(blocks)
+
+
+def _packed(weight: Weight) -> _Made:
+    bits = 4 if weight.form.kind == W4A16 else 8
+    groups = grouped_integers.Groups(weight.tensor, weight.name, bits, weight.form.group)
+    yield "", grouped_integers.PackedCodes(groups, weight.errors)
+    yield SCALE, grouped_integers.PackedScales(groups)
+
+
 def _fp8(weight: Weight) -> _Made:
     assert isinstance(weight.shared, SharedScale)
     rounds = weight.form.scaling.rounds_quotients
@@ -172,6 +190,9 @@ _WRITTEN: Mapping[str, Callable[[Weight], _Made]] = {
     FP8_BLOCK: _fp8_block,
     FP8_PER_CHANNEL: _fp8_per_channel,
     NVFP4: _nvfp4,
+    MXFP4: _mxfp4,
+    W4A16: _packed,
+    W8A16: _packed,
     FP8: _fp8,
     INT8_SQ: _int8_sq,
     INT4_AWQ: _int4_awq,

@@ -1,0 +1,159 @@
+"""Quantizes weights to MXFP4 as GPT-OSS has them: 4 bits each, and a power of two per 32 elements of a row.
+
+    exponent = floor(log2(max |x| of the 32)) - 2, from -127 (also for zeros); stored as exponent + 127
+    code = x / 2 ^ exponent to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, a tie to the even code; larger values become 6;
+           8 more where x has a sign, also that of a negative zero
+
+Each 32 elements become 16 bytes, even columns in the low four bits. This is the conversion of the OCP Microscaling Formats
+specification 1.0, section 6.3. A value that comes from MXFP4 stays the same: a block with small codes gets a smaller
+exponent and larger codes, and every product is exact in bfloat16. `four_bits.py` is the inverse.
+"""
+
+from dataclasses import dataclass
+
+from formats.lazy_numpy import Floats, np
+from formats.tensor import (
+    ITEMSIZE,
+    Box,
+    Bytes,
+    LazyTensor,
+    Shape,
+    box_blocks,
+    matrix_shape,
+    reshaped,
+)
+from megaconv.errors import NotExpressible
+from megaconv.model.assembled import window
+from megaconv.model.ir import TensorInfo
+from megaconv.values import rounding
+from megaconv.values.four_bits import MXFP4_GROUP, fp4_pairs, powers
+from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, read_floats
+from megaconv.values.nvfp4 import e2m1
+
+BLOCK_BYTES = MXFP4_GROUP // 2
+"""Bytes of the codes of a block."""
+_LEAST, _BIAS = -127, 127
+_OF_LARGEST_CODE = 2
+"""The exponent of the largest code: 6 = 1.5 * 2 ^ 2."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix to be quantized, as blocks of 32 elements in row-major order."""
+
+    source: LazyTensor
+    name: str
+    """The tensor's name for messages."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, blocks of a row)."""
+        rows, cols = matrix_shape(self.source.shape)
+        return rows, cols // MXFP4_GROUP
+
+    def numbers(self, first: int, last: int) -> Floats:
+        """The numbers [blocks, 32] of a range of blocks."""
+        rows, cols = matrix_shape(self.source.shape)
+        # A range of blocks is a range of elements, which begins and ends in the middle of rows.
+        line = reshaped(self.source, (1, rows * cols))
+        box = Box(0, 1, first * MXFP4_GROUP, last * MXFP4_GROUP)
+        return read_floats(line, box).reshape(-1, MXFP4_GROUP)
+
+    def exponents(self, numbers: Floats) -> Bytes:
+        """The stored exponents of blocks. Raises NotExpressible for a value that isn't finite."""
+        largest = np.abs(numbers).max(axis=1, initial=0)
+        if not np.isfinite(largest).all():
+            raise NotExpressible(
+                f"{self.name}: holds values that are not finite, which MXFP4 can't express"
+            )
+        # frexp gives fractions from 0.5 to 1, so that its exponent is one more than that of the logarithm.
+        found = np.frexp(largest)[1] - 1 - _OF_LARGEST_CODE
+        found = np.where(largest == 0, _LEAST, found)
+        stored: Bytes = (np.maximum(found, _LEAST) + _BIAS).astype(np.uint8)
+        return stored
+
+
+@dataclass(frozen=True)
+class Mxfp4Codes:
+    """The codes as a tensor [rows, cols / 32, 16], two codes in each byte."""
+
+    blocks: Blocks
+    errors: Rounding
+    dtype: str = "uint8"
+
+    @property
+    def shape(self) -> Shape:
+        return (*self.blocks.shape, BLOCK_BYTES)
+
+    @property
+    def read(self) -> TensorInfo:
+        """Shape and dtype of the tensor after dequantization."""
+        return TensorInfo(self.blocks.source.shape, READ_AS)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        for part in _parts(box):
+            numbers = self.blocks.numbers(part.row0, part.row1)
+            exponents = self.blocks.exponents(numbers)
+            packed = _packed(numbers, exponents)
+            self.errors.add(_values(packed, exponents) - numbers)
+            np.copyto(window(out, box, part, 1), packed[:, part.col0 : part.col1])
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
+        pair_bytes = 2 * ITEMSIZE[READ_AS]
+        read = np.empty((box.rows, box.cols * pair_bytes), np.uint8)
+        for part in _parts(box):
+            # The exponents aren't in `stored`, so they are computed again from the source.
+            exponents = self.blocks.exponents(self.blocks.numbers(part.row0, part.row1))
+            numbers = _values(window(stored, box, part, 1), exponents)
+            np.copyto(window(read, box, part, pair_bytes), rounding.rounded(numbers, READ_AS))
+        return read
+
+
+@dataclass(frozen=True)
+class Mxfp4Exponents:
+    """The exponents as a tensor [rows, cols / 32]."""
+
+    blocks: Blocks
+    dtype: str = "uint8"
+
+    @property
+    def shape(self) -> Shape:
+        return self.blocks.shape
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        for part in box_blocks(box, self.dtype, AT_ONCE // MXFP4_GROUP):
+            columns = Box(part.row0, part.row1, part.col0 * MXFP4_GROUP, part.col1 * MXFP4_GROUP)
+            numbers = read_floats(self.blocks.source, columns).reshape(-1, MXFP4_GROUP)
+            exponents = self.blocks.exponents(numbers).reshape(part.rows, part.cols)
+            np.copyto(window(out, box, part, 1), exponents)
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """No bytes: a reader of the output gets no such tensor."""
+        return stored[:0]
+
+
+def _parts(box: Box) -> "list[Box]":
+    """Ranges of whole lines of a rectangle. A line has the 16 bytes of a block."""
+    step = AT_ONCE // MXFP4_GROUP
+    return [
+        Box(first, min(first + step, box.row1), box.col0, box.col1)
+        for first in range(box.row0, box.row1, step)
+    ]
+
+
+def _packed(numbers: Floats, exponents: Bytes) -> Bytes:
+    """The codes [blocks, 16] of numbers [blocks, 32]."""
+    quotients = np.ldexp(numbers, _BIAS - exponents.astype(np.int32)[:, None])
+    codes = e2m1(np.abs(quotients))
+    codes |= np.signbit(numbers).astype(np.uint8) << np.uint8(3)
+    pairs = codes.reshape(len(numbers), BLOCK_BYTES, 2)
+    low, high = pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4)
+    return low | high
+
+
+def _values(packed: Bytes, exponents: Bytes) -> Floats:
+    """The numbers [blocks, 2 * bytes] that bytes of codes stand for."""
+    values = fp4_pairs()[packed].reshape(len(packed), -1)
+    values *= powers()[exponents][:, None]
+    return values

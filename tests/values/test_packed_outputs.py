@@ -1,0 +1,193 @@
+"""`--quantize w4a16` and `w8a16`: compressed-tensors' own bytes, and that what is written is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from formats.tensor import Box
+from megaconv.engine.stream import as_lazy
+from megaconv.errors import NotExpressible, UsageError
+from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.grouped_integers import Groups, PackedCodes, PackedScales
+from tests.conftest import FIXTURES
+from tests.families.test_families import write_model
+from tests.models import write_llama
+from tests.values.test_quantized import as_torch, assert_same, in_rectangles
+
+GOLDEN = FIXTURES / "compressed-tensors"
+
+
+def quantized(weight: torch.Tensor, bits: int, size: int) -> tuple[PackedCodes, PackedScales]:
+    groups = Groups(as_lazy(weight), "x", bits, size)
+    return PackedCodes(groups, Rounding()), PackedScales(groups)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_every_byte_is_the_one_that_the_real_package_makes_of_the_same_weight(
+    bits: int, dtype: str
+) -> None:
+    """The fixture was made by calculate_qparams and compress of compressed-tensors 0.20, in groups of 64.
+
+    It has a row of zeros, rows of tiny and of large numbers, and one of negative numbers alone.
+    """
+    kind = f"w{bits}a16.{dtype}."
+    golden = {
+        name.removeprefix(kind): tensor
+        for name, tensor in load_file(GOLDEN / "written.safetensors").items()
+        if name.startswith(kind)
+    }
+    codes, scales = quantized(golden["source"], bits, 64)
+    assert_same(as_torch(codes), golden["weight_packed"])
+    assert_same(as_torch(scales), golden["weight_scale"])
+    assert_same(in_rectangles(codes, 4, 3), golden["weight_packed"])
+    assert_same(in_rectangles(scales, 5, 1), golden["weight_scale"])
+
+
+@pytest.mark.parametrize("box", [Box(0, 3, 0, 16), Box(1, 2, 3, 13), Box(2, 3, 9, 10)])
+def test_fingerprinted_values_equal_those_that_a_reader_gets_in_any_rectangle(box: Box) -> None:
+    weight = torch.randn(3, 128, generator=torch.Generator().manual_seed(5)).bfloat16()
+    codes, scales = quantized(weight, 4, 32)
+    stored = np.empty((box.rows, 4 * box.cols), np.uint8)
+    codes.read_into(box, stored)
+    numbers = [
+        [(word >> place & 15) - 8 for word in row for place in range(0, 32, 4)]
+        for row in as_torch(codes).tolist()
+    ]
+    factors = as_torch(scales).float().repeat_interleave(32, dim=1)
+    expected = (torch.tensor(numbers).float() * factors).bfloat16()
+    wanted = expected[box.row0 : box.row1, 8 * box.col0 : 8 * box.col1].contiguous()
+    np.testing.assert_array_equal(codes.as_read(box, stored), wanted.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_refused_by_name(value: float) -> None:
+    codes, _ = quantized(torch.tensor([[value] + [0.0] * 31]), 4, 32)
+    with pytest.raises(NotExpressible, match="x: holds values that are not finite, which INT4"):
+        as_torch(codes)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "group", "named"),
+    [("w4a16", None, "INT4 by groups of 128"), ("w8a16", "64", "INT8 by groups of 64")],
+)
+def test_a_model_has_the_names_and_settings_of_the_real_package_and_is_read_as_its_record_says(
+    quantize: str, group: str | None, named: str, tmp_path: Path
+) -> None:
+    write_llama(tmp_path / "hf", hidden=128, ffn=200, layers=2)
+    given: dict[str, Any] = {"options": {"group_size": group}} if group else {}
+    report = megaconv.convert(
+        tmp_path / "hf", tmp_path / "out", saver="hf", quantize=quantize, verify=True, **given
+    )
+    plain, found = (load_file(tmp_path / each / "model.safetensors") for each in ("hf", "out"))
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    name = "model.layers.1.mlp.gate_proj"
+    per_word = 8 if quantize == "w4a16" else 4
+    size = int(group or 128)
+    assert found[f"{name}.weight_packed"].shape == (200, 128 // per_word)
+    assert found[f"{name}.weight_scale"].shape == (200, 128 // size)
+    assert found[f"{name}.weight_shape"].tolist() == [200, 128]
+    assert f"{name}.weight" not in found
+    # 200 columns are no whole groups.
+    down = "model.layers.1.mlp.down_proj"
+    assert torch.equal(found[f"{down}.weight"], plain[f"{down}.weight"])
+    assert down in config["ignore"]
+    assert "lm_head" in config["ignore"]
+    expected = json.loads((GOLDEN / "configs.json").read_text())[quantize.upper()]
+    expected["config_groups"]["group_0"]["weights"]["group_size"] = size
+    expected["config_groups"]["group_0"]["format"] = "pack-quantized"
+    expected |= {"quantization_status": "compressed", "ignore": config["ignore"]}
+    del expected["moe_sparsity_config"]
+    assert config == expected
+    assert report.fingerprint is not None
+    assert megaconv.fingerprint(tmp_path / "out").weights == report.fingerprint.weights
+    assert megaconv.verify(tmp_path / "out").same
+    header = megaconv.inspect(tmp_path / "out").header
+    assert header.source == f"hf, safetensors, compressed-tensors ({named})"
+    core = megaconv.convert(tmp_path / "out", tmp_path / "core", saver="core", tp=2)
+    assert core.fingerprint is not None
+    assert core.fingerprint.weights == report.fingerprint.weights
+
+
+def test_experts_alone_are_quantized_as_in_kimi_k2_thinking(tmp_path: Path) -> None:
+    write_model(
+        tmp_path / "hf", "deepseek_v3", hidden_size=64, moe_intermediate_size=32,
+        q_lora_rank=32, kv_lora_rank=32,
+    )  # fmt: skip
+    megaconv.convert(tmp_path / "hf", tmp_path / "core", saver="core", tp=2, ep=2)
+    megaconv.convert(
+        tmp_path / "core",
+        tmp_path / "out",
+        saver="hf",
+        quantize="w4a16",
+        options={"group_size": "32", "modules": "experts"},
+        verify=True,
+    )
+    found = load_file(tmp_path / "out/model.safetensors")
+    packed = {name for name in found if name.endswith("weight_packed")}
+    assert packed
+    assert all(".mlp.experts." in name for name in packed)
+    routed = {name for name in found if ".mlp.experts." in name}
+    assert not any(name.endswith(".weight") for name in routed)
+    ignored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
+        "ignore"
+    ]
+    assert "model.layers.0.self_attn.o_proj" in ignored
+    assert not any(".mlp.experts." in name for name in ignored)
+
+
+def test_a_fused_matrix_has_one_shape(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", "glm4", hidden_size=64)
+    megaconv.convert(
+        tmp_path / "hf", tmp_path / "out", saver="hf", quantize="w4a16", verify=True,
+        options={"group_size": "64"},
+    )  # fmt: skip
+    found = load_file(tmp_path / "out/model.safetensors")
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    assert found[f"{name}_shape"].tolist() == [found[f"{name}_packed"].shape[0], 64]
+
+
+def test_threads_and_memory_change_no_byte(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", hidden=256, ffn=384, layers=2)
+    made = []
+    for name, limits in (("one", {"workers": 1, "max_memory": 1 << 14}), ("four", {"workers": 4})):
+        options: dict[str, Any] = {"saver": "hf", "quantize": "w4a16", **limits}
+        megaconv.convert(tmp_path / "hf", tmp_path / name, **options)
+        made.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"quantize": "w4a16", "options": {"group_size": "48"}}, "group_size=48: is not supported"),
+        ({"quantize": "w4a16", "options": {"modules": "mlp"}}, "modules=mlp: is not known"),
+        (
+            {"quantize": "nvfp4", "options": {"modules": "experts"}},
+            "modules: is for --quantize w4a",
+        ),
+        ({"options": {"group_size": "32"}}, "group_size: is for --quantize w4a16 and w8a16"),
+        ({"quantize": "w8a16", "kv_cache": "fp8"}, "w8a16 has no place for scales of a cache"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    write_llama(tmp_path / "hf", hidden=128, ffn=256, layers=1)
+    with pytest.raises(UsageError, match=words):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", **given)
+
+
+def test_a_model_without_a_fitting_weight_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", hidden=128, ffn=256, layers=1)
+    with pytest.raises(NotExpressible, match="of a routed expert, with a multiple of 128 columns"):
+        megaconv.convert(
+            tmp_path / "hf", tmp_path / "out", saver="hf", quantize="w4a16",
+            options={"modules": "experts"},
+        )  # fmt: skip
