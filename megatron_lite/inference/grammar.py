@@ -1,7 +1,7 @@
 """Answers in JSON: llguidance says at each token which tokens may come next, for any JSON or for that of a schema."""
 
 import json
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -67,14 +67,52 @@ def json_grammar(
     vocab: number of the model's logits. stop_ids: tokens that may follow a complete answer.
     Raises UsageError for a schema with a part that llguidance doesn't know, and for a tokenizer that it can't read.
     """
+    overrides = {"whitespace_pattern": _WHITESPACE}
+
+    def rules(matcher: Any) -> str:
+        made: str = matcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+        return made
+
+    return _grammar(rules, tokenizer, vocab, stop_ids)
+
+
+def harmony_grammar(
+    answers: Sequence[tuple[str, Mapping[str, Any]]],
+    tokenizer: Tokenizer,
+    vocab: int,
+    stop_ids: frozenset[int],
+) -> Grammar:
+    """Return the grammar of an answer in harmony: thinking, if the model wants it, then one message of JSON.
+
+    answers: (header, JSON schema) of each message that the answer may be. A header is a rule of llguidance's Lark, such as
+    `<|channel|> "final"`. Raises UsageError as json_grammar.
+    """
+    lines = [
+        "start: thinking? answer",
+        r'thinking: <|channel|> "analysis" <|message|> /(.|\n)*/ <|end|> <|start|> "assistant"',
+        "answer: " + " | ".join(f"message{number}" for number in range(len(answers))),
+    ]
+    for number, (header, schema) in enumerate(answers):
+        formed = json.dumps({**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}})
+        lines.append(f"message{number}: {header} <|message|> json{number}")
+        lines.append(f"json{number}: %json {formed}")
+    text = "\n".join(lines)
+    return _grammar(
+        lambda matcher: str(matcher.grammar_from_lark(text)), tokenizer, vocab, stop_ids
+    )
+
+
+def _grammar(
+    rules_of: Callable[[Any], str], tokenizer: Tokenizer, vocab: int, stop_ids: frozenset[int]
+) -> Grammar:
+    """Return a grammar. rules_of: makes its rules by llguidance's matcher."""
     matcher = _llguidance().LLMatcher
     ends = tuple(sorted(token for token in stop_ids if token < vocab))
     if not ends:
         raise UsageError("an answer's form can't be given: the model has no token that ends a text")
     tokens = _described(cast("Hashable", tokenizer), vocab, ends)
-    overrides = {"whitespace_pattern": _WHITESPACE}
     try:
-        rules = matcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+        rules = rules_of(matcher)
         first = matcher(tokens, rules)
     except ValueError as error:
         raise UsageError(f"the schema can't be read: {error}") from error

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megaconv.options.values import byte_size
 from megaconv.terminal import show
 from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.data.harmony import Marks, harmony_marks
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.forward.opening import open_streamed
@@ -70,6 +72,11 @@ class Opened:
     def answering(self) -> LanguageModel:
         """The model that answers."""
         return self.model if self.retrieving is None else self.retrieving
+
+    @cached_property
+    def harmony(self) -> Marks | None:
+        """The special tokens of harmony, if the tokenizer has them."""
+        return harmony_marks(self.tokenizer)
 
     @property
     def name(self) -> str:

@@ -9,6 +9,8 @@ from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
+from megatron_lite.data.harmony import harmony_marks
+from megatron_lite.data.harmony_messages import with_harmony_fields
 from megatron_lite.data.roles import with_known_roles
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
@@ -63,7 +65,9 @@ def encode_chat(
     try:
         offered = [dict(tool) for tool in tools] or None
         text = tokenizer.inner.get_chat_template(template, offered)
-        conversation = [dict(message) for message in with_known_roles(messages, text)]
+        conversation = [
+            dict(message) for message in with_harmony_fields(with_known_roles(messages, text), text)
+        ]
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
                 conversation,
@@ -81,11 +85,17 @@ def encode_chat(
 def stop_ids(
     config: ModelConfig, tokenizer: Tokenizer, files: Mapping[str, Path]
 ) -> frozenset[int]:
-    """Return the stop tokens of the model's config, of its generation config, and of the tokenizer."""
+    """Return the stop tokens of the model's config, of its generation config, and of the tokenizer.
+
+    In harmony a call ends the answer too, and `<|end|>` never does, because a model ends its thinking with it.
+    """
     found = set(eos_of_generation(files))
     for ids in (config.eos_token_id, tokenizer.eod):
         if ids is not None:
             found |= {ids} if isinstance(ids, int) else set(ids)
+    marks = harmony_marks(tokenizer)
+    if marks is not None:
+        found = (found | marks.stops) - {marks.end}
     return frozenset(found)
 
 

@@ -1,10 +1,10 @@
 """Fields of requests that restrict the tokens of an answer: `response_format` and `logit_bias`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.grammar import ANY_OBJECT, Grammar, json_grammar
+from megatron_lite.inference.grammar import ANY_OBJECT, Grammar, harmony_grammar, json_grammar
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server.errors import Refused
 
@@ -35,13 +35,16 @@ def _is_bias(value: Any) -> bool:
     return is_number and -LARGEST_BIAS <= value <= LARGEST_BIAS
 
 
-def read_response_format(value: Any, opened: Opened) -> Grammar | None:
-    """Read the form of the answer: text, any JSON object, or JSON of a schema."""
+def read_response_format(value: Any, opened: Opened, *, harmony: bool) -> Grammar | None:
+    """Read the form of the answer: text, any JSON object, or JSON of a schema.
+
+    harmony: True for an answer in this format, whose last message has the form.
+    """
     kind = value.get("type") if isinstance(value, dict) else value
     if kind in (None, "text"):
         return None
     if kind == "json_object":
-        return form_of(ANY_OBJECT, opened, "response_format")
+        return _form(ANY_OBJECT, opened, harmony=harmony)
     described = value.get("json_schema") if kind == "json_schema" else None
     schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
@@ -50,6 +53,12 @@ def read_response_format(value: Any, opened: Opened) -> Grammar | None:
             f"the last one has the schema in json_schema.schema; found {value!r:.80}",
             "response_format",
         )
+    return _form(schema, opened, harmony=harmony)
+
+
+def _form(schema: Mapping[str, Any], opened: Opened, *, harmony: bool) -> Grammar:
+    if harmony:
+        return harmony_form_of([('<|channel|> "final"', schema)], opened, "response_format")
     return form_of(schema, opened, "response_format")
 
 
@@ -57,5 +66,15 @@ def form_of(schema: Mapping[str, Any], opened: Opened, field: str) -> Grammar:
     """Return the grammar of a JSON schema. field: the request's field that has the schema. Raises Refused."""
     try:
         return json_grammar(schema, opened.tokenizer, opened.config.vocab, opened.stop_ids)
+    except UsageError as error:
+        raise Refused(str(error), field) from error
+
+
+def harmony_form_of(
+    answers: Sequence[tuple[str, Mapping[str, Any]]], opened: Opened, field: str
+) -> Grammar:
+    """Return the grammar of an answer in harmony. answers: see harmony_grammar. Raises Refused."""
+    try:
+        return harmony_grammar(answers, opened.tokenizer, opened.config.vocab, opened.stop_ids)
     except UsageError as error:
         raise Refused(str(error), field) from error

@@ -35,7 +35,7 @@ from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
 from megatron_lite.inference.server.page import POLICY, page
-from megatron_lite.inference.server.reasoning import BEGIN, with_reasoning
+from megatron_lite.inference.server.reasoning import BEGIN, with_reasoning, without_reasoning
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
@@ -269,6 +269,8 @@ class Server:
         found = pieces(
             self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline
         )
+        if wanted.harmony is not None:
+            return found if self.separates_reasoning else without_reasoning(found)
         # An answer of a demanded form has no thinking.
         if self.separates_reasoning and not wanted.continues and wanted.grammar is None:
             prompt = self.opened.tokenizer.detokenize(wanted.prompts[0][-_OF_MARK:])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megaconv.errors import UsageError
+from megatron_lite.data.harmony import Marks, begins_answer
 from megatron_lite.inference.batching import Request, check
 from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.opening import Opened
@@ -12,6 +13,7 @@ from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.server.answer_form import (
     form_of,
+    harmony_form_of,
     read_logit_bias,
     read_response_format,
 )
@@ -52,6 +54,8 @@ class Wanted:
     grammar: Grammar | None = None
     """The form of the answers."""
     tools: Tools | None = None
+    harmony: Marks | None = None
+    """The special tokens of an answer in harmony, GPT-OSS' format; None for another answer."""
     varies: bool = False
     """True if the client gave no seed, so that equal prompts need not have equal answers."""
 
@@ -122,7 +126,10 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     log_probs = alternatives if fields.boolean("logprobs") else None
     if alternatives and log_probs is None:
         raise Refused("top_logprobs needs logprobs", "top_logprobs")
-    wanted = _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs)
+    harmony = opened.harmony
+    if harmony is not None and not begins_answer(prompt, harmony):
+        harmony = None
+    wanted = _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony)
     return wanted if tools is None else _with_tools(wanted, tools, opened)
 
 
@@ -131,14 +138,20 @@ def _with_tools(wanted: Wanted, tools: Tools, opened: Opened) -> Wanted:
         return replace(wanted, tools=tools)
     if wanted.grammar is not None:
         raise Refused("a tool_choice that demands a call excludes response_format", "tool_choice")
+    if wanted.harmony is not None:
+        form = harmony_form_of(tools.harmony_messages, opened, "tools")
+        return replace(wanted, tools=tools, grammar=form)
     return replace(wanted, tools=tools, grammar=form_of(tools.schema, opened, "tools"))
 
 
 def _shared(
-    fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None
+    fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None,
+    harmony: Marks | None = None,
 ) -> Wanted:  # fmt: skip
     model, adapter = _model(fields.any("model"), opened, name)
-    grammar = read_response_format(fields.any("response_format"), opened)
+    grammar = read_response_format(
+        fields.any("response_format"), opened, harmony=harmony is not None
+    )
     seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
     sampling = Sampling(
         fields.number("temperature", 1.0, 0, 100), fields.integer("top_k", 0, 0, opened.config.vocab),
@@ -173,6 +186,7 @@ def _shared(
         model=model,
         adapter=adapter,
         grammar=grammar,
+        harmony=harmony,
         varies=seed is None,
     )
 

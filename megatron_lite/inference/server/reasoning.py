@@ -1,6 +1,7 @@
 """Separates a model's thinking from its answer, as `<think> ... </think>` at its beginning marks it.
 
-Qwen 3, DeepSeek R1 and many others write these marks. Some templates already end a prompt with the first one.
+Qwen 3, DeepSeek R1 and many others write these marks. Some templates already end a prompt with the first one. GPT-OSS
+marks its thinking by channels (inference/harmony.py).
 """
 
 from collections.abc import AsyncGenerator
@@ -87,3 +88,12 @@ async def with_reasoning(
             choice = choices.setdefault(piece.choice, Thinking(first))
             thought, text = choice.add(piece.text, last=piece.end is not None)
             yield replace(piece, text=text, reasoning=thought)
+
+
+async def without_reasoning(
+    pieces: AsyncGenerator[Piece, None],
+) -> AsyncGenerator[Piece, None]:
+    """Yield the pieces without the thinking, for clients that didn't ask for it."""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield replace(piece, reasoning="")

@@ -1,15 +1,63 @@
 """Converts a ticket's steps to pieces of text until all choices have ended, the time is over, or the client disconnects."""
 
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
 
 from megatron_lite.inference.batching import Request
 from megatron_lite.inference.beams import Beam
+from megatron_lite.inference.harmony import Call, HarmonyStream, Said
 from megatron_lite.inference.server.errors import NoAnswer
 from megatron_lite.inference.server.openai_answers import Piece
 from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.text import Detokenize, TextStream
+
+
+class Answer(Protocol):
+    """Makes the text of one choice from its tokens."""
+
+    calls: list[Call]
+    """The calls of tools so far."""
+
+    @property
+    def stopped(self) -> bool:
+        """True after a stop word."""
+        ...
+
+    def add(self, token: int) -> Said:
+        """Add a token that does not end the answer, and return what has become final."""
+        ...
+
+    def finish(self, *, complete: bool) -> Said:
+        """End the answer and return what was held back. complete: True if the model ended it."""
+        ...
+
+
+class PlainAnswer:
+    """An answer whose tokens are all text."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self.calls: list[Call] = []
+
+    @property
+    def stopped(self) -> bool:
+        return self._text.stopped
+
+    def add(self, token: int) -> Said:
+        return Said(self._text.add(token))
+
+    def finish(self, *, complete: bool) -> Said:
+        return Said(self._text.finish())
+
+
+def _answer(wanted: Wanted, request: Request, detokenize: Detokenize) -> Answer:
+    if wanted.harmony is None:
+        before = request.prompt if wanted.continues else ()
+        return PlainAnswer(TextStream(detokenize, wanted.stop, before))
+    names = () if wanted.tools is None else wanted.tools.names
+    return HarmonyStream(wanted.harmony, detokenize, request.prompt, wanted.stop, names)
 
 
 async def pieces(
@@ -25,28 +73,32 @@ async def pieces(
     """
     requests = wanted.requests(stop_ids)
     ticket = worker.submit(requests)
-    texts = {
-        which: TextStream(detokenize, wanted.stop, request.prompt if wanted.continues else ())
-        for which, request in enumerate(requests)
+    answers = {
+        which: _answer(wanted, request, detokenize) for which, request in enumerate(requests)
     }
     try:
-        while texts:
+        while answers:
             which, step = await deadline.of(ticket.steps.get())
             if step.end == "error":
                 raise NoAnswer
-            text = texts.get(which)
-            if text is None:
+            answer = answers.get(which)
+            if answer is None:
                 continue  # it ended with a stop word in an earlier turn
             is_stop = step.token in stop_ids
-            new_text = "" if is_stop else text.add(step.token)
+            said = Said() if is_stop else answer.add(step.token)
             tokens = () if is_stop else ((step.token, step.likelihood),)
-            reason = "stop" if text.stopped else step.end
-            if text.stopped:
+            reason = "stop" if answer.stopped else step.end
+            if answer.stopped:
                 worker.cancel_one(ticket, which)
+            calls: tuple[dict[str, Any], ...] = ()
             if reason is not None:
-                new_text += text.finish()
-                del texts[which]
-            yield Piece(which, new_text, tokens, reason)
+                rest = answer.finish(complete=step.end == "stop")
+                said = Said(said.text + rest.text, said.thinking + rest.thinking)
+                if wanted.tools is not None:
+                    calls = wanted.tools.openai_calls(answer.calls)
+                reason = "tool_calls" if calls else reason
+                del answers[which]
+            yield Piece(which, said.text, tokens, reason, calls, said.thinking)
     finally:
         worker.cancel(ticket)
 

@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,25 @@ class Tools:
         """The schema of an answer that must be a call."""
         return {"anyOf": [_call_schema(tool) for tool in self._forced_tools()]}
 
+    @property
+    def harmony_messages(self) -> list[tuple[str, Mapping[str, Any]]]:
+        """(header, schema of the arguments) of each call that an answer in harmony must be. See harmony_grammar."""
+        found = []
+        for tool in self._forced_tools():
+            recipient = json.dumps(f"commentary to=functions.{tool['name']} ")
+            header = f'<|channel|> {recipient} <|constrain|> "json"'
+            found.append((header, tool.get("parameters") or ANY_OBJECT))
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all tools."""
+        return tuple(map(_name, self.described))
+
+    def openai_calls(self, calls: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], ...]:
+        """Return calls of (name, text of the arguments) in OpenAI's form, as many as the answer may have."""
+        return tuple(_openai_call(*call) for call in calls[: 1 if self.single else None])
+
     def _forced_tools(self) -> list[Mapping[str, Any]]:
         return [tool["function"] for tool in self.described if _name(tool) in self.forced]
 
@@ -59,7 +78,7 @@ class Tools:
         named = read_xml_call(text, schemas)
         if named is not None:
             name, arguments = named
-            return [_openai_call(name, arguments)] if name in schemas else []
+            return [_openai_call(name, _json(arguments))] if name in schemas else []
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -76,7 +95,7 @@ class Tools:
         arguments: Any = given[0] if given else {}
         if not isinstance(arguments, dict):
             return None
-        return _openai_call(value["name"], arguments)
+        return _openai_call(value["name"], _json(arguments))
 
 
 def read_tools(fields: Fields) -> Tools | None:
@@ -138,8 +157,12 @@ def _check(described: Any) -> None:
             raise Refused(f"the parameters of tool {number} should be a JSON schema", "tools")
 
 
-def _openai_call(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+def _json(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def _openai_call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
     return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
 
 
