@@ -6,7 +6,7 @@ turn, with the generation prompt, and rendered with the turn. Both texts have to
 
 If some answers are not learned, the conversation before the first learned answer has to be a prefix of the whole too. A
 template that rewrites earlier turns may break this rule (Qwen 3's removes their thinking). Such a conversation is
-refused.
+refused. GPT-OSS' template rewrites them too; its answers are found by their special tokens (harmony_turns.py).
 """
 
 import re
@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
 from megatron_lite.data.encoding import BadRecord
-from megatron_lite.data.finetuning.forms import Chat
+from megatron_lite.data.finetuning.forms import Chat, Message
+from megatron_lite.data.finetuning.harmony_turns import harmony_spans
+from megatron_lite.data.harmony import is_harmony_template
+from megatron_lite.data.harmony_messages import with_harmony_fields
 from megatron_lite.data.packages import package
 from megatron_lite.data.roles import with_known_roles
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
@@ -62,23 +65,10 @@ class ChatTemplate:
 
         Raises BadRecord for the conversation, UsageError for a template that is invalid for any conversation.
         """
-        answers = [
-            number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
-        ]
-        wanted = [number for number in answers if number >= chat.given]
-        if not wanted:
-            raise BadRecord(
-                "has no message by the assistant, so that there is nothing to learn in it"
-            )
-        learned_answers = wanted[-1:] if self._turns == "last" else wanted
         try:
             template = self._inner.get_chat_template(self._choice(), chat.tools)
-            chat = replace(chat, messages=with_known_roles(chat.messages, template))
-            if MARKS.search(template):
-                skips_answers = len(learned_answers) < len(answers)
-                ids, learned = self._by_marks(chat, learned_answers[0] if skips_answers else 0)
-            else:
-                ids, learned = self._by_beginnings(chat, learned_answers)
+            chat = _as_template_expects(chat, template)
+            ids, learned = self._encoded(chat, template)
         except BadRecord:
             raise
         except self._unreadable as error:
@@ -92,6 +82,25 @@ class ChatTemplate:
         if learned[-1] and ids[-1] not in self._added_ids and self._eod is not None:
             return Encoded([*ids, self._eod], [*learned, True])
         return Encoded(ids, learned)
+
+    def _encoded(self, chat: Chat, template: str) -> Encoded:
+        """Encode the messages as the template expects them."""
+        answers = [
+            number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
+        ]
+        wanted = [number for number in answers if number >= chat.given]
+        if not wanted:
+            raise BadRecord(
+                "has no message by the assistant, so that there is nothing to learn in it"
+            )
+        learned_answers = wanted[-1:] if self._turns == "last" else wanted
+        if MARKS.search(template):
+            skips_answers = len(learned_answers) < len(answers)
+            return self._by_marks(chat, learned_answers[0] if skips_answers else 0)
+        if is_harmony_template(template):
+            whole = self._rendered(chat, chat.messages)
+            return self._by_spans(whole, harmony_spans(whole, chat.messages, learned_answers))
+        return self._by_beginnings(chat, learned_answers)
 
     def _choice(self) -> Any:
         """Return the template, or None if the tokenizer has several by name; tools then determine the choice."""
@@ -129,6 +138,10 @@ class ChatTemplate:
         spans: list[tuple[int, int]] = []
         for number in wanted:
             spans.append(self._span(chat, number, whole, is_last=number == wanted[-1]))
+        return self._by_spans(whole, spans)
+
+    def _by_spans(self, whole: str, spans: Sequence[tuple[int, int]]) -> Encoded:
+        """Encode a rendered conversation. spans: the character ranges that are learned."""
         made = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True)
         learned = [
             any(first < end and last > start for start, end in spans)
@@ -163,6 +176,17 @@ class ChatTemplate:
             add_generation_prompt=prompt,
         )
         return text
+
+
+def _as_template_expects(chat: Chat, template: str) -> Chat:
+    """Return the chat with the roles and fields that the template reads."""
+
+    def expected(messages: Sequence[Message]) -> list[Message]:
+        return with_harmony_fields(with_known_roles(messages, template), template)
+
+    # Messages may become more of them.
+    given = len(expected(chat.messages[: chat.given]))
+    return replace(chat, messages=expected(chat.messages), given=given)
 
 
 def _rewritten(number: int, remedy: str) -> str:
