@@ -23,7 +23,9 @@ from megatron_lite.inference.text import Detokenize, TextStream
 
 BETWEEN = "\n\n"
 """It separates the texts of two messages of the same kind."""
-_FUNCTIONS = "functions."
+_SHOWN = ("final", "commentary")
+"""Channels of text for the user."""
+_TO, _FUNCTIONS = "to=", "functions."
 _NOBODY = ("all", "user")
 """Recipients that mean no tool."""
 
@@ -64,29 +66,21 @@ def read_header(role: str, channel: str | None, tools: Collection[str]) -> Heade
 
     role: the text before `<|channel|>`. channel: the text behind it, up to the content's type; None without a channel.
     """
-    words = role.split()
-    in_channel = (channel or "").split()
-    name = in_channel[0] if in_channel and not _recipient(in_channel[0]) else None
-    recipients = [found for word in (*words, *in_channel) if (found := _recipient(word))]
-    author = next((word for word in words if not _recipient(word)), "assistant")
-    recipient = next((each for each in recipients if each not in _NOBODY), None)
-    if author != "assistant":
+    if channel is None:
+        name, in_channel = "final", []  # a model without channels writes only text
+    else:
+        name, *in_channel = channel.split() or [""]
+    recipients = [word[len(_TO) :] for word in (*role.split(), *in_channel) if word.startswith(_TO)]
+    # Models also leave out `to=`, and leave out the channel before it.
+    recipients += [word for word in (name, *in_channel) if word.startswith(_FUNCTIONS)]
+    authors = [word for word in role.split() if not word.startswith(_TO)]
+    if authors not in ([], ["assistant"]):
         return Header(Kind.THINKING)
+    recipient = next((each for each in recipients if each not in _NOBODY), None)
     if recipient is not None:
-        tool = recipient.removeprefix(_FUNCTIONS)
-        called = next((known for known in (recipient, tool) if known in tools), None)
-        if called is not None:
-            return Header(Kind.CALL, called)
-    if name in (None, "final") and (recipient is None or name == "final"):
-        return Header(Kind.TEXT)
-    is_preamble = name == "commentary" and recipient is None
-    return Header(Kind.TEXT if is_preamble else Kind.THINKING)
-
-
-def _recipient(word: str) -> str | None:
-    if word.startswith("to="):
-        return word.removeprefix("to=")
-    return word if word.startswith(_FUNCTIONS) else None
+        tool = recipient if recipient in tools else recipient.removeprefix(_FUNCTIONS)
+        return Header(Kind.CALL, tool) if tool in tools else Header(Kind.THINKING)
+    return Header(Kind.TEXT if name in _SHOWN else Kind.THINKING)
 
 
 class HarmonyStream:

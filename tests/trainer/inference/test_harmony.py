@@ -1,0 +1,192 @@
+"""Answers in harmony: as openai-harmony reads them, however malformed they are, and wherever they are cut."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.data.harmony import Marks, begins_answer, harmony_marks
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.inference.harmony import HarmonyStream
+from tests.trainer.harmony_model import SPECIAL, tokenizer_of
+from tests.trainer.inference.conversations import save as save_chatml
+
+ANSWERS = json.loads(
+    (Path(__file__).parents[1] / "fixtures" / "harmony" / "answers.json").read_text()
+)
+PROMPT = "<|start|>user<|message|>hi<|end|><|start|>assistant"
+ENDS = ("<|return|>", "<|call|>")
+TOOLS = ("weather",)
+Read = tuple[str, str, list[tuple[str, str]]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    return tokenizer_of(tmp_path_factory.mktemp("harmony"))
+
+
+def marks_of(tokenizer: HuggingFaceTokenizer) -> Marks:
+    marks = harmony_marks(tokenizer)
+    assert marks is not None
+    return marks
+
+
+def pieces(
+    tokenizer: HuggingFaceTokenizer,
+    text: str,
+    stop: tuple[str, ...] = (),
+    prompt: str = PROMPT,
+    tools: tuple[str, ...] = TOOLS,
+) -> tuple[list[tuple[str, str]], Read]:
+    """The (text, thinking) of each token of an answer, and everything at its end."""
+    complete = text.endswith(ENDS)
+    ids = tokenizer.tokenize(text)[: -1 if complete else None]
+    marks = marks_of(tokenizer)
+    stream = HarmonyStream(marks, tokenizer.detokenize, tokenizer.tokenize(prompt), stop, tools)
+    said = [stream.add(token) for token in ids]
+    said.append(stream.finish(complete=complete))
+    parts = [(each.text, each.thinking) for each in said]
+    whole = ("".join(text for text, _ in parts), "".join(thought for _, thought in parts))
+    return parts, (*whole, [tuple(call) for call in stream.calls])
+
+
+def read(tokenizer: HuggingFaceTokenizer, text: str, **options: str) -> Read:
+    return pieces(tokenizer, text, **options)[1]  # type: ignore[arg-type]
+
+
+def test_answers_have_the_messages_of_openai_harmony(tokenizer: HuggingFaceTokenizer) -> None:
+    for text, messages in ANSWERS:
+        said: list[str] = []
+        thought: list[str] = []
+        calls = []
+        for number, (channel, recipient, content) in enumerate(messages):
+            is_cut = number == len(messages) - 1 and not text.endswith(ENDS)
+            if recipient == "functions.weather" and not is_cut:
+                calls.append(("weather", content.strip() or "{}"))
+            elif recipient is None and channel in (None, "final", "commentary"):
+                said.append(content)
+            else:
+                thought.append(content)
+        expected = ("\n\n".join(filter(None, said)), "\n\n".join(filter(None, thought)), calls)
+        assert read(tokenizer, text) == expected, text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # A header without a message is no text, complete or cut off.
+        ("<|channel|>final", ("", "", [])),
+        ("<|channel|>fin", ("", "", [])),
+        ("<|channel|>commentary to=functions.we", ("", "", [])),
+        (" to=functions.weather", ("", "", [])),
+        (" to", ("", "", [])),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assis", ("", "a", [])),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant", ("", "a", [])),
+        ("<|channel|><|message|>a<|return|>", ("", "a", [])),
+        # Marks at a wrong place.
+        ("<|channel|>analysis<|message|>a<|channel|>final<|message|>b<|return|>", ("b", "a", [])),
+        ("<|channel|>analysis<|message|>a<|start|>assistant<|message|>b<|return|>", ("b", "a", [])),
+        ("<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>", ("abc", "", [])),
+        ("<|end|><|end|><|start|><|start|>assistant<|channel|>final<|message|>a<|return|>", ("a", "", [])),
+        ("<|channel|>analysis<|channel|>final<|message|>a<|return|>", ("a", "", [])),
+        ("<|message|><|message|>a<|return|>", ("a", "", [])),
+        # Without the format.
+        ("Hello\n\nthere<|return|>", ("Hello\n\nthere", "", [])),
+        ("Hello", ("Hello", "", [])),
+        ("<|message|>Hello<|return|>", ("Hello", "", [])),
+        ("<|return|>", ("", "", [])),
+        ("", ("", "", [])),
+        # Messages of other authors.
+        ("<|channel|>final<|message|>a<|end|><|start|>user<|message|>b<|return|>", ("a", "b", [])),
+        (
+            "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>b<|return|>",
+            ("", "b", []),
+        ),
+        # Calls.
+        ("<|channel|>commentary to=weather<|message|>{}<|call|>", ("", "", [("weather", "{}")])),
+        ("<|channel|>commentary functions.weather<|message|> <|call|>", ("", "", [("weather", "{}")])),
+        ("<|channel|>final to=functions.weather<|message|>{}<|call|>", ("", "", [("weather", "{}")])),
+        ("<|channel|>commentary to=functions.weather<|message|>{a<|call|>", ("", "", [("weather", "{a")])),
+        ("<|channel|>commentary to=functions.weather<|message|>{a", ("", "{a", [])),
+        ("<|channel|>commentary to=functions.unknown<|message|>{}<|call|>", ("", "{}", [])),
+        ("<|channel|>commentary to=all<|message|>I look.<|end|>", ("I look.", "", [])),
+    ],
+)  # fmt: skip
+def test_malformed_answers_have_no_special_tokens_in_their_text(
+    tokenizer: HuggingFaceTokenizer, text: str, expected: Read
+) -> None:
+    assert read(tokenizer, text) == expected
+
+
+def test_text_comes_as_soon_as_it_is_final(tokenizer: HuggingFaceTokenizer) -> None:
+    text = "<|channel|>analysis<|message|>é<|end|><|start|>assistant<|channel|>final<|message|>ab"
+    parts, _ = pieces(tokenizer, text)
+    assert [part for part in parts if part != ("", "")] == [("", "é"), ("a", ""), ("b", "")]
+
+
+def test_a_stop_word_ends_the_text_but_not_the_thinking(tokenizer: HuggingFaceTokenizer) -> None:
+    text = (
+        "<|channel|>analysis<|message|>one STOP<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>two ST STOP three<|return|>"
+    )
+    parts, whole = pieces(tokenizer, text, ("STOP",))
+    assert whole == ("two ST ", "one STOP", [])
+    assert not any("STO" in said for said, _ in parts)
+    assert read(tokenizer, "Hello STOP<|return|>", stop=("STOP",)) == ("Hello ", "", [])  # type: ignore[arg-type]
+
+
+def test_a_prompt_may_begin_the_answers_header_or_its_text(tokenizer: HuggingFaceTokenizer) -> None:
+    begun = f"{PROMPT}<|channel|>final<|message|>Sure"
+    assert read(tokenizer, ", a<|return|>", prompt=begun) == (", a", "", [])
+    begun = f"{PROMPT}<|channel|>analysis"
+    assert read(tokenizer, "<|message|>a", prompt=begun) == ("", "a", [])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_answer_breaks_the_reader_and_a_cut_only_shortens_it(
+    tokenizer: HuggingFaceTokenizer, seed: int
+) -> None:
+    """50 cuts of random sequences of marks and texts. The text of a cut answer is a beginning of the whole text."""
+    seeded = random.Random(seed)
+    words = (
+        *SPECIAL[3:],
+        "assistant",
+        "final",
+        "analysis",
+        "commentary",
+        " to=functions.weather",
+        "a",
+        "é",
+        "{}",
+        " ",
+    )
+    text = "".join(seeded.choices(words, k=120))
+    ids = tokenizer.tokenize(text)
+    marks, prompt = marks_of(tokenizer), tokenizer.tokenize(PROMPT)
+    stream = HarmonyStream(marks, tokenizer.detokenize, prompt, (), TOOLS)
+    streamed = [""]
+    for token in ids:
+        streamed.append(streamed[-1] + stream.add(token).text)
+    assert not any(word in streamed[-1] for word in SPECIAL)
+    for cut in seeded.choices(range(len(ids)), k=50):
+        short = HarmonyStream(marks, tokenizer.detokenize, prompt, (), TOOLS)
+        said = "".join(short.add(token).text for token in ids[:cut])
+        assert said == streamed[cut]
+        rest = short.finish(complete=False).text
+        assert not any(word in rest for word in SPECIAL)
+
+
+def test_only_prompts_with_an_open_message_begin_an_answer(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    marks = marks_of(tokenizer)
+    assert begins_answer(tokenizer.tokenize(PROMPT), marks)
+    assert begins_answer(tokenizer.tokenize(f"{PROMPT}<|channel|>final<|message|>"), marks)
+    assert not begins_answer(
+        tokenizer.tokenize("<|start|>user<|message|>hi<|end|>assistant:"), marks
+    )
+    assert not begins_answer(tokenizer.tokenize("hi"), marks)
+    save_chatml(tmp_path)
+    assert harmony_marks(HuggingFaceTokenizer(str(tmp_path))) is None
