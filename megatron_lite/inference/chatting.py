@@ -10,9 +10,12 @@ from threading import Event
 
 from formats.wording import counted
 from megaconv.errors import UsageError
+from megatron_lite.data.harmony import begins_answer
+from megatron_lite.inference.answer import Answer, PlainAnswer, Said
 from megatron_lite.inference.batching import Request, RunningBatch, steps
 from megatron_lite.inference.commands.chat import HELP, RAW_HELP
 from megatron_lite.inference.generating import sampling_of
+from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, encode_chat, start_of
 from megatron_lite.inference.slots import NotFinite
@@ -92,7 +95,7 @@ def _lines(opened: Opened) -> Iterator[str]:
 def _answer(
     opened: Opened, batch: RunningBatch, given: argparse.Namespace, prompt: tuple[int, ...]
 ) -> str:
-    """Print what the model makes of the prompt's tokens, and return it. Raises UsageError, NotFinite."""
+    """Print what the model makes of the prompt's tokens, and return its text. Raises UsageError, NotFinite."""
     if not prompt:
         raise UsageError("the tokenizer has no token to begin a text with; write its first word")
     room = opened.model.length - len(prompt)
@@ -101,20 +104,40 @@ def _answer(
             f"the conversation has {counted(len(prompt), 'token')}; there is room for {opened.model.length}"
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
-    text, answer = TextStream(opened.tokenizer.detokenize, given.stop), ""
+    answer, text = _begun(opened, given, prompt), ""
     number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
+    thinks = False
     with _interruptible(opened) as interrupted:
         for step in steps(batch):
             if step.end == "error":
                 raise NotFinite
-            piece = "" if step.end == "stop" else text.add(step.token)
-            answer += piece
-            say(piece)
-            if text.stopped or interrupted.is_set():
+            said = Said() if step.end == "stop" else answer.add(step.token)
+            thinks = _show(said, thinks=thinks)
+            text += said.text
+            if answer.stopped or interrupted.is_set():
                 batch.cancel(number)
-    rest = text.finish()
-    say(rest + "\n")
-    return answer + rest
+    rest = answer.finish(complete=True)
+    _show(rest, thinks=thinks)
+    say("\n")
+    return text + rest.text
+
+
+def _begun(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -> Answer:
+    """Return the answer before its first token."""
+    marks, detokenize = opened.harmony, opened.tokenizer.detokenize
+    if marks is not None and begins_answer(prompt, marks):
+        return HarmonyStream(marks, detokenize, prompt, given.stop)
+    return PlainAnswer(TextStream(detokenize, given.stop))
+
+
+def _show(said: Said, *, thinks: bool) -> bool:
+    """Print a part of an answer, the text in a paragraph behind the thinking. Returns whether it ends with thinking."""
+    say(said.thinking)
+    thinks = thinks or bool(said.thinking)
+    if said.text:
+        say("\n\n" + said.text if thinks else said.text)
+        return False
+    return thinks
 
 
 @contextmanager

@@ -16,9 +16,9 @@ The format: github.com/openai/harmony, docs/format.md.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
 
 from megatron_lite.data.harmony import Marks
+from megatron_lite.inference.answer import Call, Said
 from megatron_lite.inference.text import Detokenize, TextStream
 
 BETWEEN = "\n\n"
@@ -28,20 +28,6 @@ _SHOWN = ("final", "commentary")
 _TO, _FUNCTIONS = "to=", "functions."
 _NOBODY = ("all", "user")
 """Recipients that mean no tool."""
-
-
-class Said(NamedTuple):
-    """What a token adds to an answer."""
-
-    text: str = ""
-    thinking: str = ""
-
-
-class Call(NamedTuple):
-    """A call of a tool. The arguments are the model's text, which should be JSON."""
-
-    name: str
-    arguments: str
 
 
 class Kind(Enum):

@@ -45,7 +45,7 @@ def parser() -> Parser:
     add(
         "--separate-reasoning",
         action="store_true",
-        help="chats have the text between <think> and </think> as reasoning_content",
+        help="chats have the thinking as reasoning_content: text between <think> and </think>, or GPT-OSS' analysis",
     )
     add(
         "--access-log",

@@ -1,55 +1,18 @@
 """Converts a ticket's steps to pieces of text until all choices have ended, the time is over, or the client disconnects."""
 
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from megatron_lite.inference.answer import Answer, PlainAnswer, Said
 from megatron_lite.inference.batching import Request
 from megatron_lite.inference.beams import Beam
-from megatron_lite.inference.harmony import Call, HarmonyStream, Said
+from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.server.errors import NoAnswer
 from megatron_lite.inference.server.openai_answers import Piece
 from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.text import Detokenize, TextStream
-
-
-class Answer(Protocol):
-    """Makes the text of one choice from its tokens."""
-
-    calls: list[Call]
-    """The calls of tools so far."""
-
-    @property
-    def stopped(self) -> bool:
-        """True after a stop word."""
-        ...
-
-    def add(self, token: int) -> Said:
-        """Add a token that does not end the answer, and return what has become final."""
-        ...
-
-    def finish(self, *, complete: bool) -> Said:
-        """End the answer and return what was held back. complete: True if the model ended it."""
-        ...
-
-
-class PlainAnswer:
-    """An answer whose tokens are all text."""
-
-    def __init__(self, text: TextStream) -> None:
-        self._text = text
-        self.calls: list[Call] = []
-
-    @property
-    def stopped(self) -> bool:
-        return self._text.stopped
-
-    def add(self, token: int) -> Said:
-        return Said(self._text.add(token))
-
-    def finish(self, *, complete: bool) -> Said:
-        return Said(self._text.finish())
 
 
 def _answer(wanted: Wanted, request: Request, detokenize: Detokenize) -> Answer:
@@ -92,8 +55,7 @@ async def pieces(
                 worker.cancel_one(ticket, which)
             calls: tuple[dict[str, Any], ...] = ()
             if reason is not None:
-                rest = answer.finish(complete=step.end == "stop")
-                said = Said(said.text + rest.text, said.thinking + rest.thinking)
+                said += answer.finish(complete=step.end == "stop")
                 if wanted.tools is not None:
                     calls = wanted.tools.openai_calls(answer.calls)
                 reason = "tool_calls" if calls else reason
