@@ -12,11 +12,19 @@ from megatron_lite.inference.grammar import ANY_OBJECT
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_answers import Choice, Piece
-from megatron_lite.inference.server.xml_calls import read_xml_call
+from megatron_lite.inference.server.python_calls import read_python_calls
+from megatron_lite.inference.server.xml_calls import (
+    Named,
+    read_invocations,
+    read_keyed_call,
+    read_xml_call,
+)
 
 MOST_TOOLS = 128
 _MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call as Hermes, Qwen and many others write it: JSON, or XML."""
+"""A call as Hermes, Qwen, GLM-4.5 and many others write it: JSON, or XML."""
+_INVOCATIONS = re.compile(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|\Z)", re.DOTALL)
+"""Calls as MiniMax M2 writes them."""
 _ARGUMENTS = ("arguments", "parameters")
 """The key of the arguments in a call; Llama 3 writes the second one."""
 
@@ -61,24 +69,42 @@ class Tools:
 
     def split(self, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
         """Return (text without calls, calls). The calls have OpenAI's form. Text that is no call stays as it is."""
-        marked = _MARKED.findall(text)
-        if marked:
-            found = [call for each in marked for call in self._calls(each)]
+        rest = ""
+        if _MARKED.search(text):
+            found = [call for each in _MARKED.findall(text) for call in self._marked_calls(each)]
             rest = _MARKED.sub("", text).strip()
+        elif _INVOCATIONS.search(text):
+            invoked = "".join(_INVOCATIONS.findall(text))
+            found = self._known(read_invocations(invoked, self._schemas))
+            rest = _INVOCATIONS.sub("", text).strip()
         else:
-            found, rest = self._calls(text), ""
+            found = self._json_calls(text) or self._known(read_python_calls(text))
         if not found:
             return text, ()
         calls = found[:1] if self.single else found
         return rest, tuple(calls)
 
-    def _calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls in a text: a JSON object, a list of objects, or a call in XML. Another text has none."""
-        schemas = {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
-        named = read_xml_call(text, schemas)
-        if named is not None:
-            name, arguments = named
-            return [_openai_call(name, _json(arguments))] if name in schemas else []
+    @property
+    def _schemas(self) -> dict[str, Mapping[str, Any]]:
+        return {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
+
+    def _known(self, calls: Sequence[Named]) -> list[dict[str, Any]]:
+        """Return the calls of known tools in OpenAI's form."""
+        return [
+            _openai_call(name, _json(arguments)) for name, arguments in calls if name in self.names
+        ]
+
+    def _marked_calls(self, text: str) -> list[dict[str, Any]]:
+        """Return the calls between two marks: in XML or in JSON."""
+        schemas = self._schemas
+        for read in (read_xml_call, read_keyed_call):
+            named = read(text, schemas)
+            if named is not None:
+                return self._known([named])
+        return self._json_calls(text)
+
+    def _json_calls(self, text: str) -> list[dict[str, Any]]:
+        """Return the calls in a JSON object, or in a list of objects. Another text has none."""
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
@@ -88,8 +114,7 @@ class Tools:
         return [call for call in calls if call is not None]
 
     def _call(self, value: Any) -> dict[str, Any] | None:
-        known = {_name(tool) for tool in self.described}
-        if not isinstance(value, dict) or value.get("name") not in known:
+        if not isinstance(value, dict) or value.get("name") not in self.names:
             return None
         given = [value[key] for key in _ARGUMENTS if key in value]
         arguments: Any = given[0] if given else {}

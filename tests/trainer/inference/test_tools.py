@@ -107,6 +107,98 @@ def test_xml_of_an_unknown_tool_or_without_its_end_stays_text(text: str) -> None
     assert Tools((SHOP,)).split(text) == (text, ())
 
 
+def keyed(name: str, **values: str) -> str:
+    pairs = "".join(
+        f"\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>"
+        for key, value in values.items()
+    )
+    return f"<tool_call>{name}{pairs}\n</tool_call>"
+
+
+def invoked(*calls: tuple[str, dict[str, str]]) -> str:
+    made = ""
+    for name, values in calls:
+        parameters = "".join(
+            f'<parameter name="{key}">{value}</parameter>\n' for key, value in values.items()
+        )
+        made += f'<invoke name="{name}">\n{parameters}</invoke>\n'
+    return f"<minimax:tool_call>\n{made}</minimax:tool_call>"
+
+
+VALUES = {"note": "12\n\nx < y", "count": "3", "gift": "true", "sizes": '["a", 1]', "other": "b"}
+READ = {**VALUES, "count": 3, "gift": True, "sizes": ["a", 1]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"I buy.\n{keyed('buy', **VALUES)}\n{keyed('time')}",
+        f"I buy.\n{keyed('buy', **VALUES)}{keyed('time')}".replace("\n<arg", "<arg"),
+        f"I buy.\n\n{invoked(('buy', VALUES), ('time', {}))}",
+        f"I buy.\n\n{invoked(('buy', VALUES), ('unknown', {}), ('time', {}))}",
+    ],
+    ids=["GLM-4.5", "GLM-4.7", "MiniMax M2", "an unknown one"],
+)
+def test_calls_in_the_xml_of_glm_and_minimax_are_read_by_the_schema(text: str) -> None:
+    rest, calls = Tools((SHOP, TIME)).split(text)
+    assert rest == "I buy."
+    made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    assert made == [("buy", READ), ("time", {})]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        keyed("unknown"),
+        keyed("buy", note="a").split("</arg_value>")[0],
+        invoked(("unknown", {})),
+        invoked(("buy", {"note": "a"})).split("</invoke>")[0],
+        "<minimax:tool_call>",
+        "<tool_call>",
+        "time",
+    ],
+)
+def test_unknown_and_incomplete_calls_of_glm_and_minimax_stay_text(text: str) -> None:
+    assert Tools((SHOP, TIME)).split(text) == (text, ())
+
+
+def test_calls_in_python_are_read_and_not_executed() -> None:
+    text = ' [buy(note="a\\nb", count=-3, gift=True, sizes=["a", {"b": None}]), time()]\n'
+    rest, calls = Tools((SHOP, TIME)).split(text)
+    assert rest == ""
+    made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    sizes = ["a", {"b": None}]
+    assert made == [
+        ("buy", {"note": "a\nb", "count": -3, "gift": True, "sizes": sizes}),
+        ("time", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[unknown()]",
+        "[time(1)]",
+        "[time(**{'a': 1})]",
+        "[time(a=open('b'))]",
+        "[time(a={1, 2})]",
+        "[time(a=b'c')]",
+        "[time(a=1e999)]",
+        "[time(), 3]",
+        "time()",
+        "[time()",
+        "[time() for a in b]",
+        "[time(a=" + "[" * 5000 + "]" * 5000 + ")]",
+        "[time(a=" + "-" * 60000 + "1)]",
+        "[time(a='\x00')]",
+        "[]",
+        "[",
+    ],
+)
+def test_other_python_stays_text(text: str) -> None:
+    assert Tools((SHOP, TIME)).split(text) == (text, ())
+
+
 def test_a_request_can_limit_the_answer_to_one_call() -> None:
     tools = read(tools=[WEATHER, TIME], parallel_tool_calls=False)
     assert tools is not None
