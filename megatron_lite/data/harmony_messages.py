@@ -28,11 +28,6 @@ def with_harmony_fields(
     return list(_with_own_results(_with_one_instruction(messages)))
 
 
-def answers_of(message: Mapping[str, Any]) -> int:
-    """Return the number of messages that an assistant's message becomes: one for each of its calls."""
-    return max(1, len(message.get("tool_calls") or ()))
-
-
 def _with_one_instruction(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the messages with the instructions at the beginning as one message."""
     count = 0

@@ -10,8 +10,7 @@ from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.harmony import harmony_marks
-from megatron_lite.data.harmony_messages import with_harmony_fields
-from megatron_lite.data.roles import with_known_roles
+from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
 
@@ -65,9 +64,7 @@ def encode_chat(
     try:
         offered = [dict(tool) for tool in tools] or None
         text = tokenizer.inner.get_chat_template(template, offered)
-        conversation = [
-            dict(message) for message in with_harmony_fields(with_known_roles(messages, text), text)
-        ]
+        conversation = [dict(message) for message in as_template_expects(messages, text)]
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
                 conversation,

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
 from megatron_lite.data.encoding import BadRecord
-from megatron_lite.data.finetuning.forms import Chat, Message
+from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.finetuning.harmony_turns import harmony_spans
 from megatron_lite.data.harmony import is_harmony_template
-from megatron_lite.data.harmony_messages import with_harmony_fields
 from megatron_lite.data.packages import package
-from megatron_lite.data.roles import with_known_roles
+from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -180,13 +179,9 @@ class ChatTemplate:
 
 def _as_template_expects(chat: Chat, template: str) -> Chat:
     """Return the chat with the roles and fields that the template reads."""
-
-    def expected(messages: Sequence[Message]) -> list[Message]:
-        return with_harmony_fields(with_known_roles(messages, template), template)
-
     # Messages may become more of them.
-    given = len(expected(chat.messages[: chat.given]))
-    return replace(chat, messages=expected(chat.messages), given=given)
+    given = len(as_template_expects(chat.messages[: chat.given], template))
+    return replace(chat, messages=as_template_expects(chat.messages, template), given=given)
 
 
 def _rewritten(number: int, remedy: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_lite.inference.grammar import ANY_OBJECT
+from megatron_lite.inference.server.deepseek_calls import CALLS, read_deepseek_calls
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_answers import Choice, Piece
@@ -77,6 +78,9 @@ class Tools:
             invoked = "".join(_INVOCATIONS.findall(text))
             found = self._known(read_invocations(invoked, self._schemas))
             rest = _INVOCATIONS.sub("", text).strip()
+        elif CALLS.search(text):
+            found = self._known(read_deepseek_calls("".join(CALLS.findall(text))))
+            rest = CALLS.sub("", text).strip()
         else:
             found = self._json_calls(text) or self._known(read_python_calls(text))
         if not found:

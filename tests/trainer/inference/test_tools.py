@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.messages import read_messages
@@ -160,6 +161,60 @@ def test_calls_in_the_xml_of_glm_and_minimax_are_read_by_the_schema(text: str) -
 )
 def test_unknown_and_incomplete_calls_of_glm_and_minimax_stay_text(text: str) -> None:
     assert Tools((SHOP, TIME)).split(text) == (text, ())
+
+
+def deepseek(*calls: str) -> str:
+    made = "".join(f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>" for call in calls)
+    return f"<｜tool▁calls▁begin｜>{made}<｜tool▁calls▁end｜>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        deepseek('weather<｜tool▁sep｜>{"city": "Köln"}', "time<｜tool▁sep｜>{}"),
+        deepseek(
+            'function<｜tool▁sep｜>weather\n```json\n{"city": "Köln"}\n```',
+            "\nfunction<｜tool▁sep｜>time\n```json\n{}\n```",
+        ),
+        deepseek(
+            'weather<｜tool▁sep｜>{"city": "Köln"}',
+            "unknown<｜tool▁sep｜>{}",
+            "time<｜tool▁sep｜>{",
+            "time<｜tool▁sep｜>{}",
+        ),
+    ],
+    ids=["V3.1", "V3", "unknown and broken ones"],
+)
+def test_calls_of_deepseek_are_read(text: str) -> None:
+    rest, calls = TOOLS.split(f"I look.{text}")
+    assert rest == "I look."
+    made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+    assert made == [("weather", {"city": "Köln"}), ("time", {})]
+
+
+@pytest.mark.parametrize(
+    "text", [deepseek(), deepseek("unknown<｜tool▁sep｜>{}"), deepseek("time<｜tool▁sep｜>3")]
+)
+def test_unknown_and_incomplete_calls_of_deepseek_stay_text(text: str) -> None:
+    assert TOOLS.split(text) == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("expression", "is_text"),
+    [
+        ("'a' + tool['function']['arguments'] + 'b'", True),
+        ("'a' + tool.function.arguments", True),
+        ("tool['function']['arguments'] | tojson", False),
+        ("'a' + (tool.function.arguments | tojson) + 'b'", False),
+        ("'a' + tool.arguments | tojson", False),
+    ],
+)
+def test_a_template_that_joins_arguments_gets_them_as_text(expression: str, is_text: bool) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    (message,) = as_template_expects(messages, "{{ " + expression + " }}")
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert arguments == ('{"city": "Köln"}' if is_text else {"city": "Köln"})
 
 
 def test_calls_in_python_are_read_and_not_executed() -> None:

@@ -1,0 +1,16 @@
+"""Messages of OpenAI's protocol, as a chat template expects them. The server and finetuning render the same ones."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_lite.data.harmony_messages import with_harmony_fields
+from megatron_lite.data.roles import with_known_roles
+from megatron_lite.data.tool_calls import with_arguments_for
+
+
+def as_template_expects(
+    messages: Sequence[Mapping[str, Any]], template: str
+) -> list[Mapping[str, Any]]:
+    """Return the messages with the roles, fields and arguments that the template reads. Raises ValueError."""
+    known = with_known_roles(messages, template)
+    return with_harmony_fields(with_arguments_for(known, template), template)
