@@ -1,6 +1,7 @@
 """Quantizes weights to integers of 4 or 8 bits with a scale per group of a row, as compressed-tensors' `pack-quantized`.
 
     scale = max |w| of the group / 7.5 (4 bits) or / 127.5 (8 bits); the dtype's epsilon for zeros
+    for 4 bits, the scale of a group that comes from INT4 is found again (`integer_grids.py`)
     code = w / scale to the nearest integer from -8 to 7 or from -128 to 127, a tie to the even one
 
 Scale and quotient are rounded to the dtype of w, as torch computes them. A word of int32 holds eight or four codes of a
@@ -17,6 +18,7 @@ from megaconv.model.assembled import window
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
 from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, read_floats
+from megaconv.values.integer_grids import scales_of_grids
 from megaconv.values.smoothed import round_to
 
 _EPSILONS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
@@ -62,10 +64,13 @@ class Groups:
             )
         scales = round_to(largest / np.float32(self.half - 0.5), self.scale_dtype)
         epsilon = np.float32(_EPSILONS[self.scale_dtype])
-        return numbers, np.where(scales == 0, epsilon, scales)
+        scales = np.where(scales == 0, epsilon, scales)
+        if self.bits == 4:
+            scales = scales_of_grids(numbers, scales, self.scale_dtype, self.codes)
+        return numbers, scales
 
     def codes(self, numbers: Floats, scales: Floats) -> Bytes:
-        """The codes [rows, groups, size] as the bytes of int8."""
+        """The codes of numbers [..., size] with scales [..., 1], as the bytes of int8."""
         quotients = round_to(numbers / scales, self.scale_dtype)
         codes = np.rint(quotients.clip(-self.half, self.half - 1)).astype(np.int8)
         stored: Bytes = codes.view(np.uint8)
@@ -94,7 +99,8 @@ class PackedCodes:
         for part, whole in self._parts(box):
             numbers, scales = self.groups.numbers_and_scales(whole)
             codes = self.groups.codes(numbers, scales)
-            self.errors.add(codes.view(np.int8) * scales - numbers)
+            read = round_to(codes.view(np.int8) * scales, self.groups.scale_dtype)
+            self.errors.add(read - numbers)
             words = self._words(codes.reshape(whole.rows, -1))
             first = (part.col0 - whole.col0 // self.groups.per_word) * _WORD_BYTES
             place = window(out, box, part, _WORD_BYTES)

@@ -191,3 +191,45 @@ def test_a_model_without_a_fitting_weight_is_refused(tmp_path: Path) -> None:
             tmp_path / "hf", tmp_path / "out", saver="hf", quantize="w4a16",
             options={"modules": "experts"},
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("largest", [-8, -7, 7, 6, 5, 4, 3, 2, 1])
+def test_groups_that_were_in_int4_before_keep_every_bit(largest: int, dtype: str) -> None:
+    """Scales are all mantissas of the dtype that INT4 weights have, at several exponents, also below the normal ones."""
+    generator = torch.Generator().manual_seed(largest + 8)
+    rows, size, kind = 4096, 32, getattr(torch, dtype)
+    mantissas = 1 + torch.arange(rows) % 128 / 128
+    exponents = torch.randint(-20, 8, (rows,), generator=generator)
+    if dtype == "bfloat16":
+        exponents[::5] = torch.randint(-133, 120, (len(exponents[::5]),), generator=generator)
+    scales = torch.ldexp(mantissas, exponents).to(kind).reshape(rows, 1)
+    least, most = (-abs(largest), min(abs(largest), 7))
+    codes = torch.randint(least, most + 1, (rows, size), generator=generator)
+    codes[:, 3] = largest
+    weight = (codes.to(kind) * scales).to(kind)
+    assert weight.isfinite().all()
+    words, found = quantized(weight, 4, size)
+    numbers = torch.stack([as_torch(words) >> place & 15 for place in range(0, 32, 4)], dim=2) - 8
+    assert torch.equal(numbers.reshape(rows, size).to(kind) * as_torch(found), weight)
+    assert words.errors.largest == 0
+
+
+def test_a_model_in_int4_comes_back_from_megatron_with_the_same_weights(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", hidden=128, ffn=256, layers=2)
+    first = megaconv.convert(tmp_path / "hf", tmp_path / "int4", saver="hf", quantize="w4a16")
+    megaconv.convert(tmp_path / "int4", tmp_path / "core", saver="core", tp=2, pp=2)
+    again = megaconv.convert(
+        tmp_path / "core", tmp_path / "again", saver="hf", quantize="w4a16", verify=True
+    )
+    assert first.fingerprint is not None
+    assert again.fingerprint is not None
+    assert again.fingerprint.weights == first.fingerprint.weights
+    assert again.rounding is not None
+    assert again.rounding.largest == 0
+    smaller = megaconv.convert(
+        tmp_path / "core", tmp_path / "32", saver="hf", quantize="w4a16",
+        options={"group_size": "32"},
+    )  # fmt: skip
+    assert smaller.fingerprint is not None
+    assert smaller.fingerprint.weights == first.fingerprint.weights
