@@ -173,10 +173,10 @@ def scales_shape(shape: Shape) -> Shape:
 def e2m1(numbers: Floats) -> Bytes:
     """The 4-bit codes of numbers, one per byte."""
     magnitude = np.abs(numbers)
-    bounds = np.array(_BOUNDS, np.float32)
-    codes: Bytes = np.searchsorted(bounds, magnitude).astype(np.uint8)  # number of smaller bounds
-    for odd in bounds[1:6:2]:
-        codes += magnitude == odd
+    codes = np.zeros(numbers.shape, np.uint8)
+    # Comparisons are several times as fast as a search. A tie goes to the even code.
+    for place, bound in enumerate(_BOUNDS):
+        codes += magnitude >= bound if place % 2 else magnitude > bound
     codes += (numbers < 0).astype(np.uint8) * np.uint8(8)
     return codes
 
