@@ -121,7 +121,10 @@ def _base_fields(model: Model, vocab: int) -> dict[str, Any]:
 
 
 def with_layers(settings: Settings) -> Settings:
-    """Return the settings with num_layers set from T5's other flags for it. Raises UsageError if these differ."""
+    """Return the settings with num_layers set from T5's other flags for it, or from a hybrid's pattern.
+
+    Raises UsageError if T5's flags differ.
+    """
     model = settings.model
     named = {
         name: count
@@ -133,7 +136,10 @@ def with_layers(settings: Settings) -> Settings:
         raise UsageError(
             f"{given}: Megatron core gives a T5's decoder as many layers as its encoder; give one number"
         )
-    return replace(settings, model=replace(model, num_layers=next(iter(named.values()), None)))
+    counts = [*named.values()]
+    if not counts and model.hybrid_override_pattern:
+        counts = [len(model.hybrid_override_pattern)]
+    return replace(settings, model=replace(model, num_layers=next(iter(counts), None)))
 
 
 def _of_bert(settings: Settings) -> dict[str, Any]:

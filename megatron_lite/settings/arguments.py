@@ -12,70 +12,23 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_word
 from megatron_lite.settings.config import Settings, flags, make_settings, subjects
-from megatron_lite.settings.earlier_flags import REPLACED, TODAY, with_todays_flags
+from megatron_lite.settings.earlier_flags import REPLACED, TODAY, refuse_all, with_todays_flags
+from megatron_lite.settings.megatron_flags import (
+    ANY_NUMBER,
+    NOT_YET,
+    WITHOUT_EFFECT,
+    refused_feature,
+)
 from megatron_lite.settings.recipes import recipe_path
 from megatron_lite.settings.short_form import ShortForm
 
 YAML_FLAGS = ("--yaml-cfg", "--config-file")
 
-ANY_NUMBER = -1
-
-WITHOUT_EFFECT = {
-    "accumulate_allreduce_grads_in_fp32": 0, "attention_softmax_in_fp32": 0, "auto_detect_ckpt_format": 0,
-    "align_param_gather": 0, "apply_query_key_layer_scaling": 0, "cache_dir": 1,
-    "calculate_per_token_loss": 0, "ckpt_assume_constant_structure": 0, "ckpt_fully_parallel_load": 0, "ckpt_fully_parallel_save": 0,
-    "cross_entropy_fusion_impl": 1, "cross_entropy_loss_fusion": 0, "cuda_graph_warmup_steps": 1,
-    "DDP_impl": 1, "ddp_average_in_collective": 0, "deep_init": 0, "ddp_num_buckets": 1, "ddp_pad_buckets_for_high_nccl_busbw": 0,
-    "defer_embedding_wgrad_compute": 0, "disable_mamba_mem_eff_path": 0,
-    "delay_wgrad_compute": 0, "dist_ckpt_strictness": 1, "embedding_weights_in_fp32": 0, "enable_cuda_graph": 0, "enable_experimental": 0,
-    "empty_unused_memory_level": 1, "exit_on_missing_checkpoint": 0, "exit_signal_handler": 0, "fp8_param_gather": 0,
-    "lazy_loader": 0, "log_loss_scale_to_tensorboard": 0, "log_memory_to_tensorboard": 0, "log_num_zeros_in_grad": 0, "log_params_norm": 0,
-    "log_progress": 0, "log_straggler": 0, "log_throughput": 0, "log_timers_to_tensorboard": 0, "log_validation_ppl_to_tensorboard": 0,
-    "log_world_size_to_tensorboard": 0, "microbatch_group_size_per_virtual_pipeline_stage": 1,
-    "moe_enable_deepep": 0, "moe_grouped_gemm": 0, "moe_layer_recompute": 0,
-    "moe_per_layer_logging": 0, "moe_permute_fusion": 0, "moe_router_fusion": 0, "moe_router_padding_for_fp8": 0,
-    "moe_shared_expert_overlap": 0, "moe_use_legacy_grouped_gemm": 0, "nccl_communicator_config_path": 1,
-    "no_async_tensor_model_parallel_allreduce": 0, "no_bias_dropout_fusion": 0, "no_bias_swiglu_fusion": 0,
-    "no_clone_scatter_output_in_embedding": 0, "no_one_logger": 0, "no_overlap_p2p_communication": 0,
-    "no_create_attention_mask_in_dataloader": 0, "no_load_rng": 0,
-    "no_masked_softmax_fusion": 0, "no_mmap_bin_files": 0, "no_persist_layer_norm": 0,
-    "no_rope_fusion": 0, "no_save_rng": 0,
-    "num_workers": 1, "overlap_moe_expert_parallel_comm": 0, "overlap_p2p_communication_warmup_flush": 0,
-    "overlap_param_gather_with_optimizer_step": 0, "overlapping_eval": 1, "override_opt_param_scheduler": 0,
-    "recompute_modules": ANY_NUMBER, "resume_dataloader": 0,
-    "retro_no_verify_neighbor_count": 0,
-    "strict_lambada": 0, "te_rng_tracker": 0, "tensorboard_log_interval": 1, "tensorboard_queue_size": 1,
-    "timing_log_level": 1, "timing_log_option": 1, "tp_comm_overlap": 0,
-    "use_checkpoint_args": 0, "use_cpu_initialization": 0, "use_dist_ckpt": 0, "use_flash_attn": 0, "use_mcore_models": 0,
-    "use_mp_args_from_checkpoint_args": 0, "wandb_save_dir": 1, "wgrad_deferral_limit": 1,
-}  # fmt: skip
-"""Megatron-LM's flags that have no effect here -> number of their values. They are accepted and named in the log."""
-
-_YARN = "yarn with other turns than 32 and 1"
-_STATE = "gradients or optimizer state in less than fp32"
-
-REFUSED = {
-    **dict.fromkeys(("beta_fast", "beta_slow"), _YARN),
-    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"), _STATE),
-    "apply_residual_connection_post_layernorm": "norms of the sums of each sublayer, as in the original BERT,",
-    "encoder_tensor_model_parallel_size": "tensor ranks of an encoder that are not its decoder's",
-    "moe_router_force_load_balancing": "a choice of experts at random, which measures speed alone,",
-    "muon_no_split_qkv": "one matrix of q, k and v", "muon_use_syrk": "a kernel of its own",
-    "no_position_embedding": "a model without any positions (with --position-embedding-type rope the flag is accepted)",
-    "use_precision_aware_optimizer": _STATE,
-}  # fmt: skip
-"""Megatron-LM's flags that would change a run -> the unsupported feature."""
-
-NOT_YET = {
-    "dataloader_type": "single",
-}  # fmt: skip
-"""Flags with only one supported value -> this value."""
-
 OTHERWISE_CALLED = {
     "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
     "--max-length": "--seq-length", "--output-dir": "--save", "--model": "--load",
     "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
-    "--reward-funcs": "--reward", "--use-rotary-position-embeddings": "--position-embedding-type rope",
+    "--reward-funcs": "--reward",
 }  # fmt: skip
 """Flags of other trainers -> Megatron-LM's flags with the same meaning but a different spelling."""
 
@@ -244,26 +197,29 @@ def _boolean(word: str) -> bool:
 
 
 def _take_without_effect(rest: list[str], *, rotates: bool) -> list[str]:
-    """Return the flags without effect. Raises UsageError for any other flag, with a suggestion.
+    """Return the flags without effect. Raises UsageError for all other flags, with suggestions.
 
     rotates: positions are rotary, so --no-position-embedding has no effect.
     """
-    ignored, position = list[str](), 0
+    ignored, refused, position = list[str](), list[str](), 0
     choosing_nothing = WITHOUT_EFFECT | ({"no_position_embedding": 0} if rotates else {})
     while position < len(rest):
-        word, _, value = rest[position].partition("=")
+        word, equals, value = rest[position].partition("=")
         name = word.removeprefix("--").replace("-", "_")
-        if not word.startswith("--") or name not in (choosing_nothing | NOT_YET):
-            raise UsageError(_refused(word, name) or _unknown(word))
-        if name in NOT_YET:
-            value = value or "".join(rest[position + 1 : position + 2])
-            _require_only(name, value)
-        ignored.append(word)
-        position += 1 + (
-            0
-            if "=" in rest[position]
-            else _values(choosing_nothing.get(name, 1), rest[position + 1 :])
-        )
+        following = rest[position + 1 :]
+        count = choosing_nothing.get(name, 1 if name in NOT_YET else ANY_NUMBER)
+        values = 0 if equals else _values(count, following)
+        if not word.startswith("--"):
+            refused.append(_unknown(word))
+        elif name in NOT_YET:
+            _require_only(name, value or "".join(following[:1]))
+            ignored.append(word)
+        elif name in choosing_nothing:
+            ignored.append(word)
+        else:
+            refused.append(_refused(word, name) or _unknown(word))
+        position += 1 + values
+    refuse_all(refused)
     return ignored
 
 
@@ -283,9 +239,8 @@ def _require_only(name: str, value: object, where: str = "") -> None:
 def _refused(word: str, name: str) -> str | None:
     if word in REPLACED:
         return f"{word}: {REPLACED[word]}"
-    return (
-        f"{word}: {REFUSED[name]} is not supported yet; leave it out" if name in REFUSED else None
-    )
+    feature = refused_feature(name)
+    return f"{word}: {feature} is not supported yet; leave it out" if feature else None
 
 
 def _unknown(word: str) -> str:

@@ -12,6 +12,8 @@ TODAY = {
         "--recompute-granularity", "full", "--recompute-method", "uniform",
     ),
     "--checkpoint-num-layers": ("--recompute-num-layers",),
+    "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
+    "--hybrid-layer-pattern": ("--hybrid-override-pattern",),
 }  # fmt: skip
 """An earlier flag -> today's flags with the same meaning. The value of an earlier flag belongs to the last of them."""
 
@@ -34,6 +36,7 @@ OF_COMMANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 _ONE_DTYPE = "all weights have the same dtype, and main weights are fp32 with --fp16 and --bf16; leave it out"
 _JSON_KEYS = "preprocess reads text; give it --json-keys"
+_SHARDED = "give --data-parallel-sharding-strategy optim_grads_params"
 _EMBED = "a biencoder is indexed by a command of its own; give the flag to `megatron-lite embed`"
 
 REPLACED = {
@@ -51,6 +54,18 @@ REPLACED = {
     "--model-path": "give --load; `megatron-lite evaluate` takes --model-path too",
     "--cloze-eval": "give `megatron-lite evaluate` --task LAMBADA, with --valid-data for the file",
     "--webtext-eval": "give it to `megatron-lite evaluate`, with --corpus for the file",
+    "--ckpt-step": "give the directory of the iteration, such as --load run/iter_0000100",
+    "--skip-train": "`megatron-lite evaluate` evaluates without training; use it",
+    "--use-megatron-fsdp": _SHARDED,
+    "--use-torch-fsdp2": _SHARDED,
+    "--sft": "give --finetune-data to finetune, which reads chats",
+    "--sft-tokenizer-prompt-format": "finetune uses the tokenizer's own chat template; leave it out",
+    "--data-args-path": "give the words of the file to --data-path",
+    "--per-split-data-args-path": "give the words of the file to --train-data-path, --valid-data-path and --test-data-path",
+    **dict.fromkeys(
+        ("--perform-rl-step", "--langrl-env-config", "--refit-method"),
+        "finetune learns from rewards with --grpo; give its flags",
+    ),
     **dict.fromkeys(
         (
             "--ict-load", "--block-data-path", "--indexer-batch-size", "--indexer-log-interval",
@@ -62,13 +77,23 @@ REPLACED = {
 
 
 def with_todays_flags(words: Sequence[str], command: str = "pretrain") -> list[str]:
-    """Return a command line with today's flags. Raises UsageError for a flag of REPLACED that the command doesn't know."""
+    """Return a command line with today's flags. Raises UsageError for flags of REPLACED that the command doesn't know."""
     today = {**TODAY, **OF_COMMANDS.get(command, {})}
     found: list[str] = []
+    refused: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
         if name in REPLACED and name not in today:
-            raise UsageError(f"{name}: {REPLACED[name]}")
+            refused.append(f"{name}: {REPLACED[name]}")
         *first, last = today.get(name, (name,))
         found += [*first, last + equals + value]
+    refuse_all(refused)
     return found
+
+
+def refuse_all(messages: Sequence[str]) -> None:
+    """Raise one UsageError for all flags that can't be taken, so that nobody has to find them one after another."""
+    if len(messages) == 1:
+        raise UsageError(messages[0])
+    if messages:
+        raise UsageError(f"{len(messages)} flags can't be taken. {'. '.join(messages)}")

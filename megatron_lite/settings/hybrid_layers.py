@@ -11,6 +11,11 @@ from megatron_lite.settings.layer_lists import read_list
 from megatron_lite.settings.model import Model
 
 _SPECS = ("mamba_stack_spec", "hybrid_stack_spec")
+_OF_LAYOUT = {
+    "|": "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers for stages of different sizes",
+    "/": "--load with a model that has layers for multi-token prediction",
+}
+"""What a pattern of core 0.17 and later may have beside layers -> what to give instead."""
 
 
 def hybrid_fields(model: Model) -> dict[str, Any]:
@@ -51,6 +56,11 @@ def _pattern(model: Model) -> str | None:
         return None
     if pattern is None:
         return allocated(model.num_layers, *ratios)
+    for symbol, instead in _OF_LAYOUT.items():
+        if symbol in pattern:
+            raise UsageError(
+                f"--hybrid-layer-pattern {pattern}: leave out the layers' `{symbol}`, and give {instead}"
+            )
     if len(pattern) != model.num_layers:
         raise UsageError(
             f"--hybrid-override-pattern {pattern} has {len(pattern)} layers, --num-layers says {model.num_layers}"

@@ -114,7 +114,8 @@ class Model:
         None, "multi-token prediction layers; each predicts one token further"
     )
     hybrid_override_pattern: str | None = flag(
-        None, "layers of a hybrid, a symbol each: M Mamba 2, * attention, - MLP, E experts"
+        None,
+        "layers of a hybrid, a symbol each: M Mamba 2, * attention, - MLP, E experts (also --hybrid-layer-pattern)",
     )
     hybrid_attention_ratio: float = flag(
         0.0, "share of attention layers in a hybrid without a pattern"

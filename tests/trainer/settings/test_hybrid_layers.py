@@ -77,6 +77,8 @@ def test_a_frequency_describes_delta_nets_between_attention(said: str) -> None:
         (f"{HYBRID} --num-layers 3 --hybrid-override-pattern M*M-", "has 4 layers, --num-layers says 3"),
         (f"{HYBRID} --num-layers 4 --hybrid-override-pattern M*M- --hybrid-mlp-ratio 0.5", "leave the ratios out"),
         (f"{HYBRID} --num-layers 2 --hybrid-override-pattern ME", "give --num-experts"),
+        (f"{HYBRID} --hybrid-layer-pattern M*|M-", "leave out the layers' `|`, and give --pipeline-model"),
+        (f"{HYBRID} --hybrid-layer-pattern M*M-/M", "leave out the layers' `/`, and give --load"),
         (f"{HYBRID} --num-layers 4 --hybrid-mlp-ratio 1.5", "together at most 1"),
         (f"{HYBRID} --num-layers 2 --spec my.layers my_spec", "give megatron.core.models.mamba"),
         (f"{HYBRID} --num-layers 2 --is-hybrid-model --mamba-head-dim 6", "give --mamba-num-heads"),

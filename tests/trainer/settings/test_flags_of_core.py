@@ -1,0 +1,111 @@
+"""Each flag of Megatron core 0.19's parser is a setting here, has no effect, or is refused with what to do."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from megaconv.errors import UsageError
+from megatron_lite.settings.architecture import with_layers
+from megatron_lite.settings.arguments import YAML_FLAGS, parse
+from megatron_lite.settings.config import flags
+from megatron_lite.settings.earlier_flags import REPLACED, TODAY
+from megatron_lite.settings.megatron_flags import (
+    ANY_NUMBER,
+    NOT_YET,
+    REFUSED,
+    WITHOUT_EFFECT,
+    refused_feature,
+)
+from tests.conftest import FIXTURES
+from tests.megatron_oracle import installed_minor
+
+OF_CORE: dict[str, Any] = json.loads((FIXTURES / "flags_of_core_0.19.json").read_text())
+"""Flag -> number of its values, or `*`. Read from megatron-core 0.19.2 by the test below."""
+
+
+def name_of(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+def is_taken(flag: str) -> bool:
+    name = name_of(flag)
+    return (
+        name in flags()
+        or name in WITHOUT_EFFECT
+        or name in NOT_YET
+        or flag in (*TODAY, *YAML_FLAGS)
+    )
+
+
+def test_each_flag_has_an_answer() -> None:
+    answered = [
+        flag
+        for flag in OF_CORE
+        if is_taken(flag) or flag in REPLACED or refused_feature(name_of(flag))
+    ]
+    assert set(OF_CORE) - set(answered) == set()
+
+
+def test_no_flag_has_two_answers() -> None:
+    tables = [
+        set(flags()),
+        set(WITHOUT_EFFECT),
+        set(NOT_YET),
+        set(REFUSED),
+        {name_of(flag) for flag in (*TODAY, *REPLACED)},
+    ]
+    assert sum(map(len, tables)) == len(set.union(*tables))
+
+
+def test_flags_without_effect_have_as_many_values_as_in_core() -> None:
+    counts = {"*": ANY_NUMBER}
+    found = {
+        flag: WITHOUT_EFFECT[name_of(flag)] for flag in OF_CORE if name_of(flag) in WITHOUT_EFFECT
+    }
+    assert found == {flag: counts.get(OF_CORE[flag], OF_CORE[flag]) for flag in found}
+
+
+@pytest.mark.skipif(
+    installed_minor() < 19, reason="the list is of core 0.19: make test-core compares it"
+)
+def test_the_list_is_that_of_cores_parser() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert {
+        flag: {None: 1, 0: 0}.get(action.nargs, "*")
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--") and flag != "--help"
+    } == OF_CORE
+
+
+def test_all_flags_that_cannot_be_taken_are_named_at_once() -> None:
+    words = "--use-mup --fim-rate 0.5 --lr 1e-3 --tp-comm-overlap-cfg x --no-such-flag 1 2"
+    words += " --iterations-to-skip 1 2"
+    with pytest.raises(UsageError) as raised:
+        parse("pretrain", words.split())
+    assert str(raised.value) == (
+        "4 flags can't be taken. --use-mup: this way of initial weights is not supported yet; leave it out. "
+        "--fim-rate: fill in the middle is not supported yet; leave it out. "
+        "unknown flag --no-such-flag; --help-all lists all flags. "
+        "--iterations-to-skip: leaving out or watching single steps is not supported yet; leave it out"
+    )
+
+
+def test_several_flags_with_other_words_here_are_named_at_once() -> None:
+    with pytest.raises(
+        UsageError, match=r"(?s)2 flags.*--ckpt-step: give .*--load run.*--use-megatron-fsdp: give"
+    ):
+        parse("pretrain", ["--ckpt-step", "100", "--use-megatron-fsdp"])
+
+
+def test_a_pattern_has_its_newer_name_too_and_gives_the_number_of_layers() -> None:
+    found, _ = parse(
+        "pretrain", ["--hybrid-layer-pattern", "M*-M", "--use-rotary-position-embeddings"]
+    )
+    assert found.model.hybrid_override_pattern == "M*-M"
+    assert found.model.position_embedding_type == "rope"
+    assert with_layers(found).model.num_layers == 4
