@@ -28,6 +28,20 @@ def with_harmony_fields(
     return list(_with_own_results(_with_one_instruction(messages)))
 
 
+def with_descriptions(tools: Sequence[Any], template: str) -> list[Any]:
+    """Return the tools for a template of GPT-OSS, which fails for a tool without a description."""
+    if not is_harmony_template(template):
+        return list(tools)
+    return [_described(tool) for tool in tools]
+
+
+def _described(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or function.get("description") is not None:
+        return tool
+    return {**tool, "function": {**function, "description": ""}}
+
+
 def _with_one_instruction(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the messages with the instructions at the beginning as one message."""
     count = 0

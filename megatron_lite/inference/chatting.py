@@ -104,7 +104,7 @@ def _answer(
             f"the conversation has {counted(len(prompt), 'token')}; there is room for {opened.model.length}"
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
-    answer, text = _begun(opened, given, prompt), ""
+    answer, text = begun_answer(opened, given, prompt), ""
     number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
     thinks = False
     with _interruptible(opened) as interrupted:
@@ -112,17 +112,17 @@ def _answer(
             if step.end == "error":
                 raise NotFinite
             said = Said() if step.end == "stop" else answer.add(step.token)
-            thinks = _show(said, thinks=thinks)
+            thinks = show(said, thinks=thinks)
             text += said.text
             if answer.stopped or interrupted.is_set():
                 batch.cancel(number)
     rest = answer.finish(complete=True)
-    _show(rest, thinks=thinks)
+    show(rest, thinks=thinks)
     say("\n")
     return text + rest.text
 
 
-def _begun(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -> Answer:
+def begun_answer(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -> Answer:
     """Return the answer before its first token."""
     marks, detokenize = opened.harmony, opened.tokenizer.detokenize
     if marks is not None and begins_answer(prompt, marks):
@@ -130,7 +130,7 @@ def _begun(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -
     return PlainAnswer(TextStream(detokenize, given.stop))
 
 
-def _show(said: Said, *, thinks: bool) -> bool:
+def show(said: Said, *, thinks: bool) -> bool:
     """Print a part of an answer, the text in a paragraph behind the thinking. Returns whether it ends with thinking."""
     say(said.thinking)
     thinks = thinks or bool(said.thinking)

@@ -10,6 +10,7 @@ from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.harmony import harmony_marks
+from megatron_lite.data.harmony_messages import with_descriptions
 from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
@@ -68,7 +69,7 @@ def encode_chat(
         ids = bounded(
             lambda: tokenizer.inner.apply_chat_template(
                 conversation,
-                tools=offered,
+                tools=with_descriptions(offered, text) if offered else None,
                 chat_template=template,
                 add_generation_prompt=True,
                 **(variables or {}),

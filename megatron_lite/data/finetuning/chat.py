@@ -19,6 +19,7 @@ from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.finetuning.harmony_turns import harmony_spans
 from megatron_lite.data.harmony import is_harmony_template
+from megatron_lite.data.harmony_messages import with_descriptions
 from megatron_lite.data.packages import package
 from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
@@ -181,7 +182,9 @@ def _as_template_expects(chat: Chat, template: str) -> Chat:
     """Return the chat with the roles and fields that the template reads."""
     # Messages may become more of them.
     given = len(as_template_expects(chat.messages[: chat.given], template))
-    return replace(chat, messages=as_template_expects(chat.messages, template), given=given)
+    messages = as_template_expects(chat.messages, template)
+    tools = with_descriptions(chat.tools, template) if chat.tools else chat.tools
+    return replace(chat, messages=messages, tools=tools, given=given)
 
 
 def _rewritten(number: int, remedy: str) -> str:

@@ -87,6 +87,18 @@ def test_instructions_of_system_and_developer_are_joined(tokenizer: HuggingFaceT
         prompt_of(tokenizer, [USER, system])
 
 
+@pytest.mark.parametrize("described", [{}, {"description": None}])
+def test_a_tool_without_a_description_is_written(
+    tokenizer: HuggingFaceTokenizer, described: dict[str, None]
+) -> None:
+    tool = {"type": "function", "function": {"name": "time", **described}}
+    assert "type time = () => any;" in prompt_of(tokenizer, [USER], [tool])
+    ids, _ = ChatTemplate(tokenizer).encode(
+        Chat([USER, {"role": "assistant", "content": "a"}], [tool])
+    )
+    assert "type time = () => any;" in tokenizer.spelled(ids)
+
+
 def test_messages_of_another_template_stay_as_they_are() -> None:
     messages = [USER, NO, USER, {**CALLS, "tool_calls": [LOOK, CLOCK]}, NOON, SUNNY]
     assert with_harmony_fields(messages, "{{ messages }}") == messages

@@ -2,12 +2,15 @@
 
 import json
 import random
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_lite.data.harmony import Marks, begins_answer, harmony_marks
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.inference.chatting import begun_answer, show
 from megatron_lite.inference.harmony import HarmonyStream
 from tests.trainer.harmony_model import SPECIAL, tokenizer_of
 from tests.trainer.inference.conversations import save as save_chatml
@@ -190,3 +193,24 @@ def test_only_prompts_with_an_open_message_begin_an_answer(
     assert not begins_answer(tokenizer.tokenize("hi"), marks)
     save_chatml(tmp_path)
     assert harmony_marks(HuggingFaceTokenizer(str(tmp_path))) is None
+
+
+def test_the_terminal_shows_the_text_in_a_paragraph_behind_the_thinking(
+    tokenizer: HuggingFaceTokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    marks, prompt = marks_of(tokenizer), tuple(tokenizer.tokenize(PROMPT))
+    opened: Any = Namespace(harmony=marks, tokenizer=tokenizer)
+    answer = begun_answer(opened, Namespace(stop=[]), prompt)
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    )
+    thinks, kept = False, ""
+    for token in tokenizer.tokenize(text):
+        said = answer.add(token)
+        thinks = show(said, thinks=thinks)
+        kept += said.text
+    show(answer.finish(complete=True), thinks=thinks)
+    assert capsys.readouterr().out == "Hm.\n\nYes."
+    assert kept == "Yes."
+    plain = begun_answer(opened, Namespace(stop=[]), tuple(tokenizer.tokenize("hi")))
+    assert plain.add(tokenizer.tokenize("a")[0]).text == "a"
