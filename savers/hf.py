@@ -18,6 +18,7 @@ from megaconv.huggingface.quantization import (
     lossy,
     quantized_forms,
     require_quantization,
+    unquantized_experts,
     with_scales,
 )
 from megaconv.huggingface.quantization_config import quantization_files
@@ -89,7 +90,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         record = names[native.name]
         add_placements(placements, header, native, file_of[record], record)
     return OutputPlan(
-        files, placements, notices=_notices(header, config, options), from_base=from_base
+        files, placements, notices=_notices(header, config, options, listed), from_base=from_base
     )
 
 
@@ -128,12 +129,18 @@ def _names(natives: Sequence[NativeTensor], config: ModelConfig) -> dict[str, st
     return {native.name: whole.hf_name(native.name) for native in natives}
 
 
-def _notices(header: Header, config: ModelConfig, options: SaveOptions) -> tuple[str, ...]:
+def _notices(
+    header: Header, config: ModelConfig, options: SaveOptions, natives: Sequence[NativeTensor]
+) -> tuple[str, ...]:
     # Only Megatron's checkpoints have a layout. From another source, the model doesn't move to software that computes
     # it differently.
     is_of_megatron = header.layout is not None
     notices = tuple(family(config.family).notices(config)) if is_of_megatron else ()
-    return notices if options.quantize is None else (*notices, lossy(options.quantize, options))
+    if options.quantize is None:
+        return notices
+    unquantized = unquantized_experts(natives, options)
+    about_experts = () if unquantized is None else (unquantized,)
+    return (*notices, lossy(options.quantize, options), *about_experts)
 
 
 def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:

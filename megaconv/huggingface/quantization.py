@@ -92,6 +92,20 @@ def lossy(quantize: str, options: SaveOptions) -> str:
     )
 
 
+def unquantized_experts(natives: Sequence[NativeTensor], options: SaveOptions) -> str | None:
+    """The notice about experts that only MXFP4 could quantize; None if there are none."""
+    is_stacked = any(
+        native.of_experts and len(native.shape) == 3 and all(map(_LINEAR.fullmatch, native.parts))
+        for native in natives
+    )
+    if not is_stacked or options.quantize == MXFP4:
+        return None
+    return (
+        f"weights of experts are not rounded: the model's files have all experts of a layer in one tensor, "
+        f"for which {options.quantize} has no form"
+    )
+
+
 def _is_of_experts(options: SaveOptions) -> bool:
     """True if only experts are quantized."""
     return options.quantize == MXFP4 or packing_of(options).only_experts

@@ -11,13 +11,18 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats.tensor import Box
+from megaconv import registry
+from megaconv.engine.preparation import prepare
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, UsageError
+from megaconv.input import find_input
+from megaconv.options import ConvertOptions, SaveOptions
 from megaconv.values.four_bits import Mxfp4Tensor
 from megaconv.values.fp8_blocks import Rounding
 from megaconv.values.mxfp4 import Blocks, Mxfp4Codes, Mxfp4Exponents
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
+from tests.families.test_published_models import write_sparse
 from tests.models import write_llama
 from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 
@@ -201,6 +206,31 @@ def test_threads_and_memory_change_no_byte(tmp_path: Path) -> None:
         megaconv.convert(tmp_path / "hf", tmp_path / name, **options)
         made.append((tmp_path / name / "model.safetensors").read_bytes())
     assert made[0] == made[1]
+
+
+def test_the_published_model_has_its_files_tensors_and_bytes(tmp_path: Path) -> None:
+    """openai/gpt-oss-20b: 459 tensors, and metadata.total_size in the index of its files."""
+    published = json.loads((FIXTURES / "published_models.json").read_text())
+    (raw,) = (each["config"] for each in published if each["model"] == "openai/gpt-oss-20b")
+    write_sparse(raw, tmp_path / "hf")
+    save = SaveOptions(quantize="mxfp4", max_shard_bytes=1 << 40)
+    _, report = prepare(
+        find_input(tmp_path / "hf"),
+        tmp_path / "out",
+        registry.saver("hf"),
+        ConvertOptions(save=save),
+    )
+    records = report.plan.files["model.safetensors"].records
+    assert len(records) == 459
+    assert sum(record.nbytes for record in records.values()) == 13_761_264_768
+
+
+def test_a_notice_says_that_stacked_experts_stay_as_they_are(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", "gpt_oss", **SIZES)
+    report = megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", quantize="nvfp4")
+    assert any("weights of experts are not rounded" in each for each in report.plan.notices)
+    report = megaconv.convert(tmp_path / "hf", tmp_path / "fp4", saver="hf", quantize="mxfp4")
+    assert not any("are not rounded" in each for each in report.plan.notices)
 
 
 def test_other_families_and_odd_sizes_are_refused_with_a_remedy(tmp_path: Path) -> None:
