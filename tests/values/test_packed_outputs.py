@@ -233,3 +233,67 @@ def test_a_model_in_int4_comes_back_from_megatron_with_the_same_weights(tmp_path
     )  # fmt: skip
     assert smaller.fingerprint is not None
     assert smaller.fingerprint.weights == first.fingerprint.weights
+
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 99,
+}
+EXPERTS = {
+    "moe_intermediate_size": 96,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("family", "sizes", "options"),
+    [
+        ("llama", SIZES, {}),
+        ("llama", SIZES | {"tie_word_embeddings": True}, {"group_size": "64"}),
+        ("deepseek_v3", SIZES | EXPERTS, {"group_size": "32", "modules": "experts"}),
+    ],
+)
+@pytest.mark.parametrize("dequantize", [True, False])
+def test_transformers_loads_the_weights_that_we_read(
+    family: str,
+    sizes: dict[str, Any],
+    options: dict[str, str],
+    dequantize: bool,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="transformers needs compressed-tensors")
+    from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path / "plain")
+    given: dict[str, Any] = {"options": options}
+    megaconv.convert(tmp_path / "plain", tmp_path / "int4", saver="hf", quantize="w4a16", **given)
+    megaconv.convert(tmp_path / "int4", tmp_path / "read", saver="hf")
+    loading = {"quantization_config": CompressedTensorsConfig(dequantize=dequantize)}
+    tokens = torch.arange(9)[None]
+    quantized_model, read_model = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.bfloat16, **how)
+        for name, how in (("int4", loading), ("read", {}))
+    )
+    # Without `dequantize` the first forward pass unpacks the weights.
+    assert torch.equal(
+        quantized_model(input_ids=tokens).logits, read_model(input_ids=tokens).logits
+    )
+    found, expected = quantized_model.state_dict(), read_model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
