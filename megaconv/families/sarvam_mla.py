@@ -20,7 +20,7 @@ from megaconv.families.parts.deepseek_experts import (
     sigmoid_routing,
 )
 from megaconv.families.parts.keys import Fields, Keys, Raw
-from megaconv.families.parts.latent_attention import latent_heads
+from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads, one_epsilon
 from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
@@ -85,10 +85,11 @@ FAMILY = Family(
     model_type="sarvam_mla",
     rows=in_core(WITHOUT_MTP),
     keys=_KEYS,
-    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER},
+    fixed={**LLAMA_LIKE, **SIGMOID_ROUTER, **LATENT_NORMS},
     only=_ONLY,
     aliases=_OF_TRANSFORMERS,
     ignored=ROPE_FREQUENCIES,
+    notices=one_epsilon,
     features=("mla",),
     recognized=None,
 )

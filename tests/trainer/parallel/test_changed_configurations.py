@@ -27,6 +27,7 @@ COMPUTED: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", {"n_group": 2, "topk_group": 1}),
     ("deepseek_v3", {"rms_norm_eps": 1e-2}),
     ("deepseek_v2", {"rms_norm_eps": 1e-2, "q_lora_rank": 24}),
+    ("sarvam_mla", {"rms_norm_eps": 1e-2}),
     ("glm4_moe_lite", {"rms_norm_eps": 1e-2, "n_group": 2, "num_experts_per_tok": 1}),
     ("glm4_moe", IN_GROUPS),
     ("dots1", IN_GROUPS),
