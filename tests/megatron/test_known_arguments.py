@@ -265,6 +265,8 @@ def real_checkpoints() -> list[Path]:
                 "compressed-",
                 "gptq-",
                 "bitsandbytes",
+                "mlx",
+                "torchao-",
             )
         )
     ]

@@ -236,4 +236,6 @@ def test_logits_of_sharded_parameters_need_a_region_that_keeps_them(model: str) 
     for found, expected in zip(
         run_ranks(2, _logits, case), run_ranks(2, _logits, replace(case, zero=1)), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        # Sums of gradients have another order, and a step of Adam makes much of small ones.
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * largest)
