@@ -14,6 +14,9 @@ TODAY = {
     "--checkpoint-num-layers": ("--recompute-num-layers",),
     "--use-rotary-position-embeddings": ("--position-embedding-type", "rope"),
     "--hybrid-layer-pattern": ("--hybrid-override-pattern",),
+    "--dist-ckpt-format": ("--ckpt-format",),
+    "--no-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),
+    "--disable-pad-vocab-size": ("--make-vocab-size-divisible-by", "1"),
 }  # fmt: skip
 """An earlier flag -> today's flags with the same meaning. The value of an earlier flag belongs to the last of them."""
 

@@ -15,7 +15,7 @@ WITHOUT_EFFECT = {
     **_words(
         0,
         """
-        accumulate_allreduce_grads_in_fp32 adlr_autoresume align_param_gather allow_ambiguous_pad_tokens apply_query_key_layer_scaling
+        accumulate_allreduce_grads_in_fp32 adlr_autoresume align_param_gather apply_query_key_layer_scaling
         async_ckpt_use_cpu_shm attention_softmax_in_fp32 auto_detect_ckpt_format cache_mla_latents calc_ft_timeouts calculate_per_token_loss
         ckpt_assume_constant_structure ckpt_convert_update_legacy_dist_opt_format ckpt_fully_parallel_load ckpt_fully_parallel_save
         cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group cross_entropy_loss_fusion dataloader_defer_npy_index_mmap
@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
         delay_offload_until_cuda_graph delay_wgrad_compute disable_align_grad_reduce disable_ckpt_load_validate_sharding_integrity
         disable_clone_scatter_output_in_embedding disable_flight_recorder_dump_on_timeout disable_flight_recorder_extra_dump_on_exec
         disable_flight_recorder_include_only_active disable_gloo_process_groups disable_jit_fuser disable_log_loss_scale_to_tensorboard
-        disable_mamba_mem_eff_path disable_manual_gc_eval disable_msc disable_pad_vocab_size disable_straggler_on_startup
+        disable_mamba_mem_eff_path disable_manual_gc_eval disable_msc disable_straggler_on_startup
         disable_stream_ckpt_dequant disable_strict_fsdp_dtensor_load disable_symmetric_registration disable_tp_comm_bulk_dgrad
         disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag disable_tp_comm_split_rs
         disable_use_tokenizer_model_from_checkpoint_args dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014
@@ -37,7 +37,7 @@ WITHOUT_EFFECT = {
         log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm log_progress log_straggler log_throughput log_timers_to_tensorboard
         log_validation_ppl_to_tensorboard log_world_size_to_tensorboard megatron_fsdp_enable_fine_grained_param_gather
         megatron_fsdp_max_pool_double_buffer mla_down_proj_fusion moe_enable_deepep moe_grouped_gemm moe_hybridep_pad_uneven_dispatch_inputs
-        moe_layer_recompute moe_ncclep_static_shape moe_ncclep_zero_copy moe_pad_experts_for_cuda_graph_inference moe_paged_stash
+        moe_layer_recompute moe_ncclep_static_shape moe_ncclep_zero_copy moe_paged_stash
         moe_per_layer_logging moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8
         moe_router_padding_for_quantization moe_shared_expert_overlap moe_single_grouped_bias moe_single_grouped_weight
         moe_use_legacy_grouped_gemm no_align_grad_reduce no_align_param_gather no_async_tensor_model_parallel_allreduce
@@ -45,7 +45,7 @@ WITHOUT_EFFECT = {
         no_ckpt_load_validate_sharding_integrity no_clone_scatter_output_in_embedding no_create_attention_mask_in_dataloader
         no_flight_recorder_dump_on_timeout no_flight_recorder_extra_dump_on_exec no_flight_recorder_include_only_active
         no_gradient_reduce_div_fusion no_load_rng no_log_loss_scale_to_tensorboard no_masked_softmax_fusion no_mmap_bin_files no_one_logger
-        no_overlap_p2p_communication no_pad_vocab_size no_persist_layer_norm no_pin_cpu_grads no_pin_cpu_params no_rope_fusion no_save_rng
+        no_overlap_p2p_communication no_persist_layer_norm no_pin_cpu_grads no_pin_cpu_params no_rope_fusion no_save_rng
         no_stream_ckpt_dequant no_strict_fsdp_dtensor_load no_tp_comm_bulk_dgrad no_tp_comm_bulk_wgrad no_tp_comm_overlap_ag
         no_tp_comm_overlap_rs no_tp_comm_split_ag no_tp_comm_split_rs no_use_layer_wise_param_layout
         no_use_tokenizer_model_from_checkpoint_args nvtx_ranges one_logger_async optimizer_cpu_offload optimizer_cuda_graph
@@ -54,7 +54,7 @@ WITHOUT_EFFECT = {
         pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes record_memory_history
         record_shapes resume_dataloader retro_no_verify_neighbor_count reuse_grad_buf_for_mxfp8_param_ag run_workload_inspector_server
         strict_lambada te_rng_tracker torch_fsdp2_no_reshard_after_forward tp_comm_overlap tp_comm_overlap_rs_dgrad trust_remote_code
-        use_checkpoint_args use_checkpoint_opt_param_scheduler use_cpu_initialization use_dist_ckpt use_flash_attn
+        use_checkpoint_args use_cpu_initialization use_dist_ckpt use_flash_attn
         use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_mcore_models
         use_mp_args_from_checkpoint_args use_nccl_ub use_persistent_ckpt_worker use_ring_exchange_p2p use_sharp use_te_activation_func
         use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser verify_integrity
@@ -66,14 +66,14 @@ WITHOUT_EFFECT = {
         activation_offload_fraction adlr_autoresume_interval app_tag_run_name app_tag_run_version async_ckpt_cpu_priority
         async_ckpt_io_priority async_strategy cache_dir ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_load_process_group
         ckpt_fully_parallel_save_process_group config_logger_dir cross_entropy_fusion_impl cuda_graph_impl cuda_graph_warmup_steps DDP_impl
-        ddp_num_buckets delta_offload_bytes_across_pp_ranks dist_ckpt_format dist_ckpt_strictness dist_ckpt_workers
-        distributed_timeout_seconds_after_init dsa_kernel_backend dump_param_to_param_group_map empty_unused_memory_level exit_signal
+        ddp_num_buckets delta_offload_bytes_across_pp_ranks dist_ckpt_strictness dist_ckpt_workers
+        distributed_timeout_seconds_after_init dsa_kernel_backend dump_param_to_param_group_map empty_unused_memory_level
         fine_grained_offloading_max_inflight_offloads flash_attention_version flight_recorder_dump_path flight_recorder_trace_buffer_size
-        fp8_quantizer_factory ft_num_warmup_iters gpu_sniff_test_interval inprocess_active_world_size inprocess_barrier_timeout
+        ft_num_warmup_iters gpu_sniff_test_interval inprocess_active_world_size inprocess_barrier_timeout
         inprocess_completion_timeout inprocess_granularity inprocess_hard_timeout inprocess_heartbeat_interval inprocess_heartbeat_timeout
         inprocess_last_call_wait inprocess_max_iterations inprocess_monitor_process_interval inprocess_monitor_thread_interval
         inprocess_progress_watchdog_interval inprocess_soft_timeout inprocess_termination_grace_time local_rank log_memory_interval
-        logging_level memory_snapshot_path microbatch_group_size_per_virtual_pipeline_stage mid_level_dataset_surplus
+        logging_level memory_snapshot_path microbatch_group_size_per_virtual_pipeline_stage
         min_offloaded_tensor_size mlp_chunks_for_prefill mlp_chunks_for_training moe_deepep_num_sms moe_flex_dispatcher_backend
         moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms
         moe_hybridep_num_sms_preprocessing moe_paged_stash_buffer_size_factor_cpu moe_paged_stash_buffer_size_factor_cuda
@@ -100,6 +100,10 @@ def _because(feature: str, names: str) -> dict[str, str]:
 
 
 REFUSED = {
+    **_because("a schedule from the checkpoint", "use_checkpoint_opt_param_scheduler"),
+    **_because("learning tokens that pad", "allow_ambiguous_pad_tokens"),
+    **_because("another signal than SIGTERM and SIGINT", "exit_signal"),
+    **_because("another surplus of samples than 0.005", "mid_level_dataset_surplus"),
     **_because("yarn with other turns than 32 and 1", "beta_fast beta_slow"),
     **_because(
         "gradients or optimizer state in less than fp32",
@@ -181,7 +185,8 @@ REFUSED = {
         """
         batch_invariant_mode ddp_param_name_patterns_for_fp32_local_accumulation ddp_reduce_scatter_with_fp32_accumulation
         disable_bf16_reduced_precision_matmul disable_fp8_wgrad fp16_lm_cross_entropy fp32_residual_connection fp4_format fp4_param_gather
-        fp4_quantizer_factory fp4_recipe fp8_interval fp8_output_proj mamba_training_ssm_states_dtype onnx_safe te_precision_config_file
+        fp4_quantizer_factory fp4_recipe fp8_interval fp8_output_proj
+        fp8_quantizer_factory mamba_training_ssm_states_dtype onnx_safe te_precision_config_file
         """,
     ),
     **_because(
@@ -299,7 +304,9 @@ REFUSED = {
         "a setting of Megatron's inference engine",
         """
         decode_only_cuda_graphs enable_chunked_prefill flash_decode mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
-        max_tokens_to_oom nccl_all_reduce_for_prefill num_speculative_tokens symmetric_ar_type use_legacy_static_engine
+        max_tokens_to_oom
+        moe_pad_experts_for_cuda_graph_inference nccl_all_reduce_for_prefill num_speculative_tokens symmetric_ar_type
+        use_legacy_static_engine
         use_same_sampling_seed_across_dp_ranks
         """,
     ),

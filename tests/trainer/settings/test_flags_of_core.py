@@ -109,3 +109,23 @@ def test_a_pattern_has_its_newer_name_too_and_gives_the_number_of_layers() -> No
     assert found.model.hybrid_override_pattern == "M*-M"
     assert found.model.position_embedding_type == "rope"
     assert with_layers(found).model.num_layers == 4
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--use-checkpoint-opt_param-scheduler",
+        "--allow-ambiguous-pad-tokens",
+        "--exit-signal SIGUSR1",
+        "--mid-level-dataset-surplus 0.1",
+        "--fp8-quantizer-factory my.factory",
+    ],
+)
+def test_flags_that_would_change_a_run_are_refused(words: str) -> None:
+    with pytest.raises(UsageError, match="is not supported yet; leave it out"):
+        parse("pretrain", words.split())
+
+
+def test_a_vocabulary_without_padding_is_asked_for_by_its_newer_flag_too() -> None:
+    found, _ = parse("pretrain", ["--no-pad-vocab-size"])
+    assert found.model.make_vocab_size_divisible_by == 1
