@@ -15,13 +15,12 @@ from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
-    lossy,
+    notices,
     quantized_forms,
     require_quantization,
-    unquantized_experts,
-    with_scales,
 )
 from megaconv.huggingface.quantization_config import quantization_files
+from megaconv.huggingface.scales import with_scales
 from megaconv.huggingface.weight_files import hf_namings
 from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
@@ -135,12 +134,10 @@ def _notices(
     # Only Megatron's checkpoints have a layout. From another source, the model doesn't move to software that computes
     # it differently.
     is_of_megatron = header.layout is not None
-    notices = tuple(family(config.family).notices(config)) if is_of_megatron else ()
+    of_family = tuple(family(config.family).notices(config)) if is_of_megatron else ()
     if options.quantize is None:
-        return notices
-    unquantized = unquantized_experts(natives, options)
-    about_experts = () if unquantized is None else (unquantized,)
-    return (*notices, lossy(options.quantize, options), *about_experts)
+        return of_family
+    return (*of_family, *notices(natives, header, options))
 
 
 def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:

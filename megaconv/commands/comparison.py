@@ -12,6 +12,7 @@ import numpy as np
 
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
+from megaconv.commands.comparable import require_same_names, require_weights
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
 from megaconv.engine.preparation import open_source
 from megaconv.engine.source_check import SourceCheck, check_source
@@ -200,8 +201,12 @@ def diff_sources(
     """Compare all tensors of two sources. Slots other than weights are compared if both sides have them.
 
     tolerance: values that differ by no more than this are equal. checks: comparisons with the sources' own records.
-    Raises CorruptCheckpoint if a compared tensor differs from its record.
+    Raises CorruptCheckpoint if a compared tensor differs from its record, UnknownFamily if only one model has a family,
+    and UnsupportedInput for a tolerance if the weights of a model aren't read.
     """
+    require_same_names(left.header, right.header)
+    if tolerance:
+        require_weights("--tolerance", left.header, right.header)
     checks = checks or (SourceCheck(), SourceCheck())
     in_left = dict(left.tensors())
     in_right = dict(right.tensors())
@@ -239,7 +244,8 @@ def _is_within(difference: Difference, tolerance: float) -> bool:
 
 
 def diff_metadata(left: Source, right: Source) -> Diff:
-    """Compare names, shapes and dtypes. Reads no tensor."""
+    """Compare names, shapes and dtypes. Reads no tensor. Raises UnknownFamily if only one model has a family."""
+    require_same_names(left.header, right.header)
     ours = {key: info for key, info in left.header.manifest.items() if key.slot == WEIGHT}
     theirs = {key: info for key, info in right.header.manifest.items() if key.slot == WEIGHT}
     found = [

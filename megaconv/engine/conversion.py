@@ -1,5 +1,6 @@
 """Converts: opens a source, plans the output, streams the tensors. The output appears complete or not at all."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,8 @@ from megaconv.saver import Saver
 
 if TYPE_CHECKING:
     from formats.stores.target import StoreTarget
+
+_log = logging.getLogger("megaconv")
 
 
 def convert(
@@ -343,6 +346,9 @@ def fingerprint(
     with opened:
         read = replace(options or LoadOptions(), own_names=True)
         source = open_source(find_input(path, loader, read), read)
+        unknown = source.header.config.own_names
+        if unknown is not None and unknown.stays_quantized:
+            _log.warning("the fingerprint is of the stored words, not of weights: %s", unknown.why)
         expect(source.header.nbytes)
         found = fingerprint_source(source, workers or default_workers(writing=False), advance)
     opened.require_as_stored()

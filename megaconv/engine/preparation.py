@@ -161,8 +161,7 @@ def _notices(header: Header, reason: str | None) -> Iterator[str]:
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
     unknown = header.config.own_names
     if unknown is not None:
-        why = unknown.reason.partition("; ")[0]
-        yield f"tensors keep their names and shapes: {why}"
+        yield f"tensors keep their names and shapes: {unknown.why}"
     if reason is not None:
         yield f"optimizer state: {reason}"
 

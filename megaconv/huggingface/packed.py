@@ -6,12 +6,12 @@ read for linear layers. `--option` chooses the elements that share a scale, and 
 Sources: config.json of openai/gpt-oss-20b and moonshotai/Kimi-K2-Thinking; compressed-tensors 0.20.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from formats.lazy_numpy import np
 from megaconv.errors import NotExpressible, UsageError
+from megaconv.huggingface.matrices import is_routed
 from megaconv.model.ir import Header, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.options import MXFP4, PACKED, QUANTIZATIONS, W4A16, SaveOptions
@@ -27,7 +27,6 @@ OPTIONS = {
     "modules": "w4a16 and w8a16: experts: quantize only the routed experts, as in Kimi K2 Thinking",
 }
 _EXPERTS = "experts"
-_ROUTED = re.compile(r"(.*\.)?mlp\.experts\.\d+\..*\.weight")
 _READ_IN_MXFP4 = ("gpt_oss",)
 """The families whose engines read experts in MXFP4."""
 _KEPT_IN_MXFP4 = [
@@ -44,7 +43,7 @@ class Packing(NamedTuple):
 
     def fits(self, native: NativeTensor) -> bool:
         """True if rows consist of whole groups, and the weight is one of those to be quantized."""
-        is_chosen = not self.only_experts or all(map(_ROUTED.fullmatch, native.parts))
+        is_chosen = not self.only_experts or is_routed(native)
         return is_chosen and not native.shape[-1] % self.group
 
     @property
@@ -72,6 +71,18 @@ def packing_of(options: SaveOptions) -> Packing:
     return Packing(group=int(group), only_experts="modules" in given)
 
 
+def smaller_group(natives: Sequence[NativeTensor], options: SaveOptions) -> int | None:
+    """The largest smaller group of which rows of all matrices consist; None if there is none, or no choice of one."""
+    if options.quantize not in PACKED:
+        return None
+    fitting = [
+        size
+        for size in GROUP_SIZES
+        if size < packing_of(options).group and not any(each.shape[-1] % size for each in natives)
+    ]
+    return max(fitting, default=None)
+
+
 def packed_forms(natives: Sequence[NativeTensor], kind: str, packing: Packing) -> dict[Key, Form]:
     """The forms of weights as packed integers. The shape of a native tensor is stored with its first part."""
     forms: dict[Key, Form] = {}
@@ -97,7 +108,7 @@ def mxfp4_forms(natives: Sequence[NativeTensor], header: Header) -> dict[Key, Fo
             f"--quantize {MXFP4}: engines read this form for {', '.join(_READ_IN_MXFP4)} alone, and this model is {name}; "
             f"choose {', '.join(others[:4])} or another value"
         )
-    experts = [native for native in natives if all(map(_ROUTED.fullmatch, native.parts))]
+    experts = [native for native in natives if is_routed(native)]
     for native in experts:
         if native.shape[-1] % MXFP4_GROUP:
             raise NotExpressible(

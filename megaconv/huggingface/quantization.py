@@ -1,31 +1,31 @@
-"""Selects the weights of a Hugging Face output to store in FP8, INT8 or 4 bits, and places their scales.
+"""Selects the weights of a Hugging Face output to store in FP8, INT8 or 4 bits.
 
 Weights of attention, MLP and experts are quantized. Embeddings, head, norms, routers and indexers are not. A fused
 native tensor is quantized only if each canonical tensor in it fills whole blocks: 128 rows for FP8 by blocks, 16 elements of
 a row for NVFP4, 128 elements of two rows for INT4 of ModelOpt. The others need whole rows. Otherwise it stays unquantized and is
-listed with the others (`quantization_config.py`). `calibrated.py` has the scales of activations, `packed.py` chooses the
-weights of MXFP4 and of packed integers.
+listed with the others (`quantization_config.py`). Experts that can't be quantized are refused (`matrices.py` has the reason).
+`calibrated.py` has the scales of activations, `packed.py` chooses the weights of MXFP4 and of packed integers, and
+`scales.py` places all scales in the files.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from formats.tensor import Box, matrix_shape
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.huggingface.calibrated import (
-    CONSTANTS,
     Calibrated,
     calibrated_forms,
     with_cache_scales,
 )
+from megaconv.huggingface.matrices import Fitting, is_linear, is_routed, is_stacked, kinds
 from megaconv.huggingface.packed import (
-    WEIGHT_SHAPE,
-    Packing,
     mxfp4_forms,
     packed_forms,
     packing_of,
+    smaller_group,
 )
+from megaconv.huggingface.scales import is_quantized
 from megaconv.model.ir import Header, Key
 from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import (
@@ -45,15 +45,12 @@ from megaconv.options import (
     W8A16,
     SaveOptions,
 )
-from megaconv.values import calibrated, fp8_blocks, fp8_rows, mxfp4
+from megaconv.values import calibrated
 from megaconv.values.calibration import Calibration, read_calibration
 from megaconv.values.forms import Form
-from megaconv.values.four_bits import MXFP4_GROUP
-from megaconv.values.fp8_blocks import BLOCK, grid
-from megaconv.values.nvfp4 import GROUP, scales_shape
-from megaconv.values.quantizing import SCALE, SCALE_2
+from megaconv.values.fp8_blocks import BLOCK
+from megaconv.values.nvfp4 import GROUP
 
-_LINEAR = re.compile(r"(.*\.)?(attn|mlp)\.(?!.*router\.|indexer\.|.*_norm\.).*\.weight")
 _JOINED = {
     **dict.fromkeys(("q", "k", "v"), "qkv"),
     **dict.fromkeys(("gate", "up"), "gate_up"),
@@ -92,17 +89,28 @@ def lossy(quantize: str, options: SaveOptions) -> str:
     )
 
 
-def unquantized_experts(natives: Sequence[NativeTensor], options: SaveOptions) -> str | None:
-    """The notice about experts that only MXFP4 could quantize; None if there are none."""
-    is_stacked = any(
-        native.of_experts and len(native.shape) == 3 and all(map(_LINEAR.fullmatch, native.parts))
-        for native in natives
-    )
-    if not is_stacked or options.quantize == MXFP4:
-        return None
+def notices(natives: Sequence[NativeTensor], header: Header, options: SaveOptions) -> Iterator[str]:
+    """Notices about the rounded weights, and about those that stay as they are. header: header of the stored tensors."""
+    yield lossy(options.quantize or "", options)
+    if options.quantize == MXFP4:
+        return
+    if any(map(is_stacked, natives)):
+        yield (
+            f"weights of experts are not rounded: the model's files have all experts of a layer in one tensor, "
+            f"for which {options.quantize} has no form"
+        )
+    plain = [native for native in natives if is_linear(native) and not is_quantized(native, header)]
+    if plain and not _is_of_experts(options):
+        yield _about_plain(plain, options)
+
+
+def _about_plain(plain: Sequence[NativeTensor], options: SaveOptions) -> str:
+    """The notice about matrices that the form can't hold."""
+    smaller = smaller_group(plain, options)
+    remedy = "" if smaller is None else f"; --option group_size={smaller} fits all of them"
     return (
-        f"weights of experts are not rounded: the model's files have all experts of a layer in one tensor, "
-        f"for which {options.quantize} has no form"
+        f"these weights are not rounded: {kinds(plain)}; {options.quantize} needs a matrix [out, in]"
+        f"{_fitting(options).condition}{remedy}"
     )
 
 
@@ -134,22 +142,38 @@ def quantized_forms(
     statistics = _statistics(kind, options)
     if kind == MXFP4:
         return mxfp4_forms(natives, header)
-    packing = packing_of(options)
-    fits, needed = _packed_fitting(packing) if kind in PACKED else _FITTING[kind]
-    chosen = [native for native in natives if _is_linear(native) and fits(native)]
-    if not chosen:
-        raise NotExpressible(
-            f"--quantize {kind}: {header.config.family} has no weight here that could be stored so: "
-            f"each has to be a matrix [out, in]{needed}"
-        )
+    matrices = _chosen(natives, header, options)
     if kind in CALIBRATED and statistics is not None:
-        found = calibrated_forms(Calibrated(chosen, header, kind, statistics))
+        found = calibrated_forms(Calibrated(matrices, header, kind, statistics))
     elif kind in PACKED:
-        found = packed_forms(chosen, kind, packing)
+        found = packed_forms(matrices, kind, packing_of(options))
     else:
-        found = _weight_forms(chosen, kind)
+        found = _weight_forms(matrices, kind)
     if options.kv_cache is not None and statistics is not None:
         found = with_cache_scales(found, natives, header, statistics)
+    return found
+
+
+def _chosen(
+    natives: Sequence[NativeTensor], header: Header, options: SaveOptions
+) -> list[NativeTensor]:
+    """The matrices that the form can hold. Raises NotExpressible if there is none, and if there are other experts."""
+    fitting = _fitting(options)
+    linear = [native for native in natives if is_linear(native)]
+    found = [native for native in linear if fitting.holds(native)]
+    if not found:
+        raise NotExpressible(
+            f"--quantize {options.quantize}: {header.config.family} has no weight here that could be stored so: "
+            f"each has to be a matrix [out, in]{fitting.condition}"
+        )
+    other = [native for native in linear if is_routed(native) and not fitting.holds(native)]
+    if other:
+        smaller = smaller_group(other, options)
+        remedy = "another value" if smaller is None else f"--option group_size={smaller}"
+        raise NotExpressible(
+            f"--quantize {options.quantize}: can't hold {kinds(other)}, and engines need all experts of a layer in one form. "
+            f"Each matrix has to be [out, in]{fitting.condition}; choose {remedy}"
+        )
     return found
 
 
@@ -195,14 +219,6 @@ def _statistics(kind: str, options: SaveOptions) -> Calibration | None:
             code="option-needed",
         )
     return None if options.calibration is None else read_calibration(options.calibration)
-
-
-def _is_linear(native: NativeTensor) -> bool:
-    return (
-        len(native.shape) == 2
-        and native.shape[0] != 1
-        and all(map(_LINEAR.fullmatch, native.parts))
-    )
 
 
 def _joined(name: str) -> str:
@@ -255,128 +271,22 @@ def _has_paired_groups(native: NativeTensor) -> bool:
 
 _GROUPS_OF_INT4 = ", with an even number of rows and a multiple of 128 columns"
 _FITTING = {
-    FP8_BLOCK: (_fills_blocks, ", or made of whole blocks of 128 rows"),
-    FP8_PER_CHANNEL: (_has_whole_rows, ""),
-    NVFP4: (_fills_groups, ", with a multiple of 16 columns"),
-    FP8: (_has_whole_rows, ""),
-    INT8_SQ: (_has_whole_rows, ""),
-    INT4_AWQ: (_has_paired_groups, _GROUPS_OF_INT4),
-    W4A8_AWQ: (_has_paired_groups, _GROUPS_OF_INT4),
+    FP8_BLOCK: Fitting(_fills_blocks, ", or made of whole blocks of 128 rows"),
+    FP8_PER_CHANNEL: Fitting(_has_whole_rows, ""),
+    NVFP4: Fitting(_fills_groups, ", with a multiple of 16 columns"),
+    FP8: Fitting(_has_whole_rows, ""),
+    INT8_SQ: Fitting(_has_whole_rows, ""),
+    INT4_AWQ: Fitting(_has_paired_groups, _GROUPS_OF_INT4),
+    W4A8_AWQ: Fitting(_has_paired_groups, _GROUPS_OF_INT4),
 }
-"""Quantization -> (True for a native tensor that it can store, the condition in words)."""
+"""Quantization -> the matrices that it can hold. Packed integers depend on options too."""
 
 
-def _packed_fitting(packing: Packing) -> "tuple[Callable[[NativeTensor], bool], str]":
-    """The entry of packed integers in _FITTING."""
-    return lambda native: packing.fits(native) and _has_whole_rows(native), packing.condition
-
-
-def with_scales(native: NativeTensor, header: Header, quantize: str) -> Iterator[NativeTensor]:
-    """A native tensor as it is stored, followed by its scales and constants if it is quantized.
-
-    header: header of the stored tensors.
-    """
-    yield from _with_weight_scales(native, header, quantize)
-    for name in native.parts:
-        for constant in (*CONSTANTS, WEIGHT_SHAPE):
-            beside = f"{name.removesuffix('.weight')}.{constant}"
-            info = header.manifest.get(Key(beside))
-            if info is not None:
-                rows, cols = matrix_shape(info.shape)
-                region = Region(Box(0, rows, 0, cols), 0)
-                stored_as = f"{native.name.removesuffix('.weight')}.{constant}"
-                yield NativeTensor(stored_as, {beside: (region,)}, info.shape)
-
-
-def _with_weight_scales(
-    native: NativeTensor, header: Header, quantize: str
-) -> Iterator[NativeTensor]:
-    rows, cols = matrix_shape(native.shape)
-    if not is_quantized(native, header):
-        yield native
-    elif quantize == FP8_BLOCK:
-        yield native
-        blocks = grid(native.shape)
-        yield _scaled(native, fp8_blocks.SCALES, BLOCK, blocks[1])._replace(shape=blocks)
-    elif quantize in (FP8_PER_CHANNEL, INT8_SQ):
-        yield native
-        scales_of_rows = _scaled(native, SCALE, 1, 1)
-        yield scales_of_rows._replace(shape=fp8_rows.scales_shape(native.shape))
-    elif quantize == FP8:
-        yield native
-        yield _shared_scale(native, SCALE)
-    elif quantize == NVFP4:
-        scales = scales_shape(native.shape)
-        yield _scaled(native, "", 1, cols // 2)._replace(shape=(rows, cols // 2))
-        yield _scaled(native, SCALE, 1, scales[1])._replace(shape=scales)
-        yield _shared_scale(native, SCALE_2)
-    elif quantize == MXFP4:
-        yield from _mxfp4(native)
-    elif quantize in PACKED:
-        yield from _packed(native, header)
-    else:
-        groups = cols // calibrated.GROUP
-        yield _scaled(native, "", 2, cols)._replace(shape=(rows // 2, cols))
-        yield _scaled(native, SCALE, 1, groups)._replace(shape=(rows, groups))
-        if quantize == W4A8_AWQ:
-            yield _shared_scale(native, SCALE_2)
-
-
-def _mxfp4(native: NativeTensor) -> Iterator[NativeTensor]:
-    """The codes [experts, rows, blocks, 16] and the exponents [experts, rows, blocks] of the experts of a layer."""
-    blocks = native.shape[-1] // MXFP4_GROUP
-    grid_shape = (*native.shape[:-1], blocks)
-    codes = {
-        name: tuple(
-            Region(
-                Box(region.box.row0 * blocks, region.box.row1 * blocks, 0, mxfp4.BLOCK_BYTES),
-                region.row * blocks,
-            )
-            for region in regions
-        )
-        for name, regions in native.parts.items()
-    }
-    yield NativeTensor(f"{native.name}_blocks", codes, (*grid_shape, mxfp4.BLOCK_BYTES))
-    exponents = _scaled(native, SCALE, 1, blocks)
-    yield exponents._replace(name=f"{native.name}_scales", shape=grid_shape)
-
-
-def _packed(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
-    """The words and the scales of a weight. header: header of the stored tensors."""
-    first = next(iter(native.parts))
-    words, scales = (matrix_shape(header.manifest[Key(first + end)].shape) for end in ("", SCALE))
-    rows = native.shape[0]
-    codes = _scaled(native, "", 1, words[1])
-    yield codes._replace(name=f"{native.name}_packed", shape=(rows, words[1]))
-    yield _scaled(native, SCALE, 1, scales[1])._replace(shape=(rows, scales[1]))
-
-
-def _shared_scale(native: NativeTensor, end: str) -> NativeTensor:
-    """The single scale of a native tensor. It is stored with the first part."""
-    first = next(iter(native.parts))
-    return NativeTensor(native.name + end, {first + end: (Region(Box(0, 1, 0, 1), 0),)}, ())
-
-
-def _scaled(native: NativeTensor, end: str, rows: int, cols: int) -> NativeTensor:
-    """The tensor of scales or codes that belongs to a native tensor.
-
-    It has one row per `rows` native rows, and `cols` columns. end: the suffix of both names.
-    """
-    parts = {
-        name + end: tuple(
-            Region(
-                Box(region.box.row0 // rows, -(-region.box.row1 // rows), 0, cols),
-                region.row // rows,
-            )
-            for region in regions
-        )
-        for name, regions in native.parts.items()
-    }
-    return NativeTensor(native.name + end, parts, native.shape)
-
-
-def is_quantized(native: NativeTensor, header: Header) -> bool:
-    """True if a native tensor is stored in a quantized form. header: header of the stored tensors."""
-    first = Key(next(iter(native.parts)))
-    ends = (SCALE, fp8_blocks.SCALES)
-    return any(first._replace(name=first.name + end) in header.manifest for end in ends)
+def _fitting(options: SaveOptions) -> Fitting:
+    """The matrices that the chosen quantization can hold."""
+    if options.quantize not in PACKED:
+        return _FITTING[options.quantize or ""]
+    packing = packing_of(options)
+    return Fitting(
+        lambda native: packing.fits(native) and _has_whole_rows(native), packing.condition
+    )

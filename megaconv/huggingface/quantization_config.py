@@ -11,7 +11,7 @@ from typing import Any
 from megaconv import _version
 from megaconv.families.parts.hf_config import MODELOPT_FILE, QUANTIZATION, as_file
 from megaconv.huggingface.packed import mxfp4_settings, packed_settings
-from megaconv.huggingface.quantization import is_quantized
+from megaconv.huggingface.scales import is_quantized
 from megaconv.model.ir import Header
 from megaconv.model.natives import NativeTensor
 from megaconv.options import (

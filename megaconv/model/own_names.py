@@ -28,6 +28,11 @@ class OwnNames:
     rows: tuple[Row, ...] = ()
     """One row for each tensor, in the order of the files."""
 
+    @property
+    def why(self) -> str:
+        """The reason without a remedy."""
+        return self.reason.partition("; ")[0]
+
     def with_tensors(self, shapes: Mapping[str, Shape], where: str) -> "OwnNames":
         """The same with these tensors. where: for messages. Raises UnsupportedInput for a name that no table can hold."""
         odd = next((name for name in shapes if _OF_PATTERNS & set(name)), None)

@@ -69,6 +69,20 @@ class Groups:
             scales = scales_of_grids(numbers, scales, self.scale_dtype, self.codes)
         return numbers, scales
 
+    def values(self, codes: Bytes, scales: Floats) -> Floats:
+        """The numbers that codes [..., size] with scales [..., 1] stand for.
+
+        Raises NotExpressible if one of them is too large: the lowest code is farther from zero than the largest number.
+        """
+        with np.errstate(over="ignore"):
+            found = round_to(codes.view(np.int8) * scales, self.scale_dtype)
+        if not np.isfinite(found).all():
+            raise NotExpressible(
+                f"{self.name}: holds a value near the largest of {self.scale_dtype}, which INT{self.bits} would round to infinity; "
+                "leave out --quantize, or pass --dtype with a wider dtype"
+            )
+        return found
+
     def codes(self, numbers: Floats, scales: Floats) -> Bytes:
         """The codes of numbers [..., size] with scales [..., 1], as the bytes of int8."""
         quotients = round_to(numbers / scales, self.scale_dtype)
@@ -99,8 +113,7 @@ class PackedCodes:
         for part, whole in self._parts(box):
             numbers, scales = self.groups.numbers_and_scales(whole)
             codes = self.groups.codes(numbers, scales)
-            read = round_to(codes.view(np.int8) * scales, self.groups.scale_dtype)
-            self.errors.add(read - numbers)
+            self.errors.add(self.groups.values(codes, scales) - numbers)
             words = self._words(codes.reshape(whole.rows, -1))
             first = (part.col0 - whole.col0 // self.groups.per_word) * _WORD_BYTES
             place = window(out, box, part, _WORD_BYTES)

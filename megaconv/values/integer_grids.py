@@ -35,7 +35,8 @@ def scales_of_grids(
                 return found.reshape(scales.shape)
             tried = groups[places]
             scale = _neighbours(np.abs(tried).max(axis=1, keepdims=True) / code, dtype, step)
-            products = codes(tried, scale).view(np.int8) * scale
+            with np.errstate(over="ignore"):
+                products = codes(tried, scale).view(np.int8) * scale
             is_grid = (round_to(products, dtype) == tried).all(axis=1)
             found[places[is_grid]] = scale[is_grid]
             places = places[~is_grid]

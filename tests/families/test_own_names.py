@@ -146,6 +146,45 @@ def test_weights_of_a_quantization_that_is_not_read_are_copied(hf: Path, tmp_pat
         assert_refused(outcome, 3, "quantized (hqq)")
 
 
+def as_hqq(hf: Path, directory: Path, words: list[int]) -> Path:
+    """A copy of a model that says that its weights are quantized by a method that isn't read."""
+    shutil.copytree(hf, directory)
+    raw = json.loads((directory / "config.json").read_text())
+    settings = {"quantization_config": {"quant_method": "hqq", "bits": 4}}
+    (directory / "config.json").write_text(json.dumps(raw | settings))
+    stored = {"model.layers.1.mlp.up_proj.W_q": torch.tensor(words, dtype=torch.uint8)}
+    save_file(weights(hf) | stored, directory / "model.safetensors")
+    return directory
+
+
+def test_a_fingerprint_of_stored_words_and_their_comparison_say_so(
+    hf: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = as_hqq(hf, tmp_path / "a", [1, 2]), as_hqq(hf, tmp_path / "b", [1, 3])
+    assert run("fingerprint", a).status == 0
+    assert "the fingerprint is of the stored words, not of weights: " in caplog.text
+    assert "the weights are quantized (hqq)" in caplog.text
+    caplog.clear()
+    assert run("diff", a, b).status == 4
+    assert "the stored words are compared, not weights: " in caplog.text
+    caplog.clear()
+    assert run("diff", hf, hf).status == 0
+    assert run("fingerprint", hf).status == 0
+    assert not caplog.text
+
+
+def test_words_are_not_compared_with_weights_and_numbers_in_words_not_with_a_tolerance(
+    hf: Path, tmp_path: Path
+) -> None:
+    words = as_hqq(hf, tmp_path / "words", [1, 2])
+    assert_refused(run("diff", hf, words), 3, "B keeps its own tensor names", "quantized (hqq)")
+    assert_refused(run("diff", words, hf, "--metadata"), 3, "A keeps its own tensor names")
+    for option in (("--tolerance", "1"), ("--stats",), ("--html", tmp_path / "page.html")):
+        outcome = run("diff", words, words, *option)
+        assert_refused(outcome, 3, f"{option[0]}: compares the numbers of weights", "(hqq)")
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_a_multimodal_model_becomes_a_distributed_checkpoint(tmp_path: Path) -> None:
     source = FIXTURES / "whole-qwen2_5_vl"
     megaconv.convert(source, tmp_path / "dcp", saver="dcp")

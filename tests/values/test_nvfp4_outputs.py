@@ -121,7 +121,9 @@ def test_tensors_that_are_fused_have_one_scale_and_experts_of_a_layer_too(tmp_pa
     ):
         made = tmp_path / f"{family}-fp4"
         sizes = {"hidden_size": 64} | (
-            {"q_lora_rank": 32, "kv_lora_rank": 16} if family == "deepseek_v3" else {}
+            {"q_lora_rank": 32, "kv_lora_rank": 16, "moe_intermediate_size": 16}
+            if family == "deepseek_v3"
+            else {}
         )
         megaconv.convert(
             write_model(tmp_path / family, family, **sizes),

@@ -66,6 +66,22 @@ def test_fingerprinted_values_equal_those_that_a_reader_gets_in_any_rectangle(bo
     np.testing.assert_array_equal(codes.as_read(box, stored), wanted.view(torch.uint8).numpy())
 
 
+@pytest.mark.parametrize(("bits", "dtype"), [(4, "float16"), (4, "bfloat16"), (8, "float32")])
+def test_a_value_that_would_be_read_as_infinity_is_refused_by_name(bits: int, dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    weight = torch.arange(32, dtype=kind).reshape(1, 32)
+    weight[0, 3] = torch.finfo(kind).min
+    codes, _ = quantized(weight, bits, 32)
+    words = f"x: holds a value near the largest of {dtype}, which INT{bits} would round to infinity"
+    with pytest.raises(NotExpressible, match=words):
+        as_torch(codes)
+    # The highest code is nearer to zero.
+    weight[0, 3] = torch.finfo(kind).max
+    kept, _ = quantized(weight, bits, 32)
+    as_torch(kept)
+    assert np.isfinite(kept.errors.largest)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_refused_by_name(value: float) -> None:
     codes, _ = quantized(torch.tensor([[value] + [0.0] * 31]), 4, 32)
@@ -140,6 +156,46 @@ def test_experts_alone_are_quantized_as_in_kimi_k2_thinking(tmp_path: Path) -> N
     ]
     assert "model.layers.0.self_attn.o_proj" in ignored
     assert not any(".mlp.experts." in name for name in ignored)
+
+
+def test_experts_that_a_form_holds_only_in_part_are_refused_with_the_group_that_fits(
+    tmp_path: Path,
+) -> None:
+    """down_proj has 32 columns, gate_proj and up_proj have 64. vLLM refuses such experts, and transformers loads others."""
+    write_model(
+        tmp_path / "hf", "deepseek_v3", hidden_size=64, moe_intermediate_size=32,
+        q_lora_rank=64, kv_lora_rank=64, intermediate_size=64,
+    )  # fmt: skip
+    given: dict[str, Any] = {"saver": "hf", "quantize": "w4a16"}
+    for further in ({}, {"modules": "experts"}):
+        with pytest.raises(NotExpressible) as refused:
+            megaconv.convert(
+                tmp_path / "hf", tmp_path / "64", options={"group_size": "64", **further}, **given
+            )
+        message = str(refused.value)
+        assert "can't hold model.layers.*.mlp.experts.*.down_proj [64, 32], " in message
+        assert "all experts of a layer in one form" in message
+        assert message.endswith("with a multiple of 64 columns; choose --option group_size=32")
+    assert not (tmp_path / "64").exists()
+    megaconv.convert(tmp_path / "hf", tmp_path / "32", options={"group_size": "32"}, **given)
+    found = load_file(tmp_path / "32/model.safetensors")
+    assert found["model.layers.1.mlp.experts.0.down_proj.weight_packed"].shape == (64, 4)
+
+
+def test_a_notice_names_the_weights_that_stay_as_they_are_and_the_group_that_fits(
+    tmp_path: Path,
+) -> None:
+    write_llama(tmp_path / "hf", hidden=128, ffn=96, layers=2)
+    given: dict[str, Any] = {"saver": "hf", "quantize": "w8a16"}
+    report = megaconv.convert(tmp_path / "hf", tmp_path / "128", **given)
+    assert report.plan.notices[-1] == (
+        "these weights are not rounded: model.layers.*.mlp.down_proj [128, 96]; "
+        "w8a16 needs a matrix [out, in], with a multiple of 128 columns; --option group_size=32 fits all of them"
+    )
+    report = megaconv.convert(
+        tmp_path / "hf", tmp_path / "32", options={"group_size": "32"}, **given
+    )
+    assert not any("not rounded" in each for each in report.plan.notices)
 
 
 def test_a_fused_matrix_has_one_shape(tmp_path: Path) -> None:

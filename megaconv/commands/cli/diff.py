@@ -67,6 +67,7 @@ def diff(
 
     Optimizer state is compared if both have it.
     """
+    from megaconv.commands.comparable import require_weights
     from megaconv.commands.comparison import (
         diff_metadata,
         diff_sources,
@@ -93,6 +94,8 @@ def diff(
     options = replace(load, optimizer=load.optimizer and not metadata, metadata_only=metadata)
     inputs = find_both(a, b, options, (loader_a or loader, loader_b or loader))
     left, right = open_both(inputs, options)
+    if stats or html:
+        require_weights("--stats" if stats else "--html", left.header, right.header)
     if metadata:
         found, moved = diff_metadata(left, right), None
     else:
