@@ -27,6 +27,8 @@ OPTIONS = {
     "modules": "w4a16 and w8a16: experts: quantize only the routed experts, as in Kimi K2 Thinking",
 }
 _EXPERTS = "experts"
+_READ_ONE_BY_ONE = ("llama4",)
+"""The families whose experts transformers reads one by one from packed integers, while their files have them stacked."""
 _READ_IN_MXFP4 = ("gpt_oss",)
 """The families whose engines read experts in MXFP4."""
 _KEPT_IN_MXFP4 = [
@@ -83,6 +85,16 @@ def smaller_group(natives: Sequence[NativeTensor], options: SaveOptions) -> int 
     return max(fitting, default=None)
 
 
+def require_readable(kind: str, header: Header) -> None:
+    """Raise NotExpressible for a family that transformers can't read in packed integers."""
+    name = header.config.family
+    if name in _READ_ONE_BY_ONE:
+        raise NotExpressible(
+            f"--quantize {kind}: transformers reads the experts of {name} in this form from a tensor for each expert, and the "
+            "model's files have all experts of a layer in one tensor; choose another value"
+        )
+
+
 def packed_forms(natives: Sequence[NativeTensor], kind: str, packing: Packing) -> dict[Key, Form]:
     """The forms of weights as packed integers. The shape of a native tensor is stored with its first part."""
     forms: dict[Key, Form] = {}
@@ -123,8 +135,8 @@ def mxfp4_settings() -> dict[str, Any]:
     return {"modules_to_not_convert": _KEPT_IN_MXFP4, "quant_method": "mxfp4"}
 
 
-def packed_settings(plain: Sequence[str], options: SaveOptions) -> Mapping[str, Any]:
-    """quantization_config of compressed-tensors. plain: the modules that aren't quantized."""
+def packed_settings(ignored: Sequence[str], options: SaveOptions) -> Mapping[str, Any]:
+    """quantization_config of compressed-tensors. ignored: names and patterns of the modules that aren't quantized."""
     weights = {
         "num_bits": 4 if options.quantize == W4A16 else 8,
         "type": "int",
@@ -147,5 +159,5 @@ def packed_settings(plain: Sequence[str], options: SaveOptions) -> Mapping[str, 
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "ignore": list(plain),
+        "ignore": list(ignored),
     }

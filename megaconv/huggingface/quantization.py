@@ -23,6 +23,7 @@ from megaconv.huggingface.packed import (
     mxfp4_forms,
     packed_forms,
     packing_of,
+    require_readable,
     smaller_group,
 )
 from megaconv.huggingface.scales import is_quantized
@@ -142,6 +143,8 @@ def quantized_forms(
     statistics = _statistics(kind, options)
     if kind == MXFP4:
         return mxfp4_forms(natives, header)
+    if kind in PACKED:
+        require_readable(kind, header)
     matrices = _chosen(natives, header, options)
     if kind in CALIBRATED and statistics is not None:
         found = calibrated_forms(Calibrated(matrices, header, kind, statistics))

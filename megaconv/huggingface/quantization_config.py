@@ -11,7 +11,7 @@ from typing import Any
 from megaconv import _version
 from megaconv.families.parts.hf_config import MODELOPT_FILE, QUANTIZATION, as_file
 from megaconv.huggingface.packed import mxfp4_settings, packed_settings
-from megaconv.huggingface.scales import is_quantized
+from megaconv.huggingface.plain_modules import patterns, plain_modules
 from megaconv.model.ir import Header
 from megaconv.model.natives import NativeTensor
 from megaconv.options import (
@@ -62,21 +62,15 @@ def quantization_files(
     The settings list the modules that aren't quantized. natives: native tensors without their scales. header: header of
     the stored tensors.
     """
-    kept = [
-        native.name.removesuffix(".weight")
-        for native in natives
-        if native.name.endswith(".weight")
-        and len(native.shape) == 2
-        and not is_quantized(native, header)
-    ]
-    plain = sorted({*kept, "lm_head"})
+    plain = plain_modules(natives, header)
     kind = options.quantize or ""
     if kind == FP8_BLOCK:
         return {name: _with(config, _deepseek(plain))}
     if kind == MXFP4:
         return {name: _with(config, mxfp4_settings())}
     if kind in PACKED:
-        return {name: _with(config, packed_settings(plain, options))}
+        ignored = [*plain, *patterns(plain, natives, header)]
+        return {name: _with(config, packed_settings(ignored, options))}
     producer = {"name": "megaconv", "version": _version.__version__}
     described = {
         **({"config_groups": {"group_0": _GROUPS[kind]}} if kind in _GROUPS else {}),

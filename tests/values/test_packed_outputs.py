@@ -1,6 +1,7 @@
 """`--quantize w4a16` and `w8a16`: compressed-tensors' own bytes, and that what is written is read."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,55 @@ def test_a_fused_matrix_has_one_shape(tmp_path: Path) -> None:
     assert found[f"{name}_shape"].tolist() == [found[f"{name}_packed"].shape[0], 64]
 
 
+def is_ignored(module: str, ignored: list[str]) -> bool:
+    """As compressed-tensors and vLLM decide it."""
+    return any(
+        re.match(name.removeprefix("re:"), module) if name.startswith("re:") else name == module
+        for name in ignored
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "plain", "quantized"),
+    [
+        # transformers and vLLM have another name of the whole model than the files.
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*-", "num_attention_heads": 4, "head_dim": 32},
+            ["backbone.layers.0.mixer.in_proj", "model.layers.0.mixer.out_proj"],
+            ["model.layers.1.mixer.q_proj", "backbone.layers.2.mixer.up_proj"],
+        ),
+        # vLLM asks for the experts one by one.
+        (
+            "gpt_oss",
+            {"num_attention_heads": 4, "head_dim": 32},
+            ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts.0.gate_proj"],
+            ["model.layers.0.self_attn.q_proj"],
+        ),
+    ],
+)
+def test_all_that_lies_in_a_module_without_quantized_weights_is_ignored(
+    family: str, sizes: dict[str, Any], plain: list[str], quantized: list[str], tmp_path: Path
+) -> None:
+    write_model(
+        tmp_path / "hf", family, hidden_size=128, intermediate_size=128, num_hidden_layers=3, **sizes
+    )  # fmt: skip
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", quantize="w8a16", verify=True)
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert all(is_ignored(module, settings["ignore"]) for module in plain)
+    assert not any(is_ignored(module, settings["ignore"]) for module in quantized)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    packed = [name.removesuffix(".weight_packed") for name in stored if "_packed" in name]
+    assert packed
+    assert not any(is_ignored(module, settings["ignore"]) for module in packed)
+
+
+def test_experts_that_transformers_reads_one_by_one_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path / "hf", "llama4", hidden_size=128, intermediate_size=128)
+    with pytest.raises(NotExpressible, match="transformers reads the experts of llama4 in this"):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", quantize="w4a16")
+
+
 def test_threads_and_memory_change_no_byte(tmp_path: Path) -> None:
     write_llama(tmp_path / "hf", hidden=256, ffn=384, layers=2)
     made = []
@@ -313,6 +363,17 @@ EXPERTS = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 0,
 }
+HYBRID = {
+    "layers_block_type": ["mamba", "attention", "mlp"],
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "head_dim": 32,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+STACKED = {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.oracle
@@ -322,6 +383,8 @@ EXPERTS = {
         ("llama", SIZES, {}),
         ("llama", SIZES | {"tie_word_embeddings": True}, {"group_size": "64"}),
         ("deepseek_v3", SIZES | EXPERTS, {"group_size": "32", "modules": "experts"}),
+        ("nemotron_h", SIZES | HYBRID, {}),
+        ("granitemoe", SIZES | STACKED, {}),
     ],
 )
 @pytest.mark.parametrize("dequantize", [True, False])
