@@ -6,7 +6,7 @@ of its package stay as they are:
     python -m tests.library_signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE
 
 A version that a clone lacks is read from the wheel or the source package beside the clone: from
-`transformer_engine-2.20.2-*.whl`, `fla_core-0.6.0-*.whl` or `causal_conv1d-1.7.0.tar.gz`, as `pip download` writes them.
+`flash_attn_4-4.0.0b36-*.whl`, `transformer_engine-2.20.2-*.whl` or `causal_conv1d-1.7.0.tar.gz`, as `pip download` writes them.
 
 Sources: github.com/Dao-AILab/flash-attention, github.com/NVIDIA/TransformerEngine, github.com/state-spaces/mamba,
 github.com/Dao-AILab/causal-conv1d and github.com/fla-org/flash-linear-attention.
@@ -31,10 +31,10 @@ FLASH = {
     "flash_attn_interface": ("hopper/flash_attn_interface.py", ("v2.8.0", "v2.8.3", "0251105a")),
     "flash_attn.cute": (
         "flash_attn/cute/interface.py",
-        ("v2.8.3", "fa4-v4.0.0.beta20", "fa4-v4.0.0.beta27", "0251105a"),
+        ("v2.8.3", "fa4-v4.0.0.beta20", "fa4-v4.0.0.beta27", "0251105a", "4.0.0b36"),
     ),
 }
-"""The file and the versions (tags or commits) of each module. FlashAttention 2 begins at pyproject.toml's oldest version."""
+"""The file and the versions (tags, commits or packages) of each module. FlashAttention 2 begins at pyproject.toml's oldest version."""
 
 ENGINE = ("v1.11", "v1.13", "v2.0", "v2.2", "v2.3", "v2.8", "v2.9", "v2.13", "v2.18", "v2.20.2")
 """Versions of Transformer Engine from pyproject.toml's oldest one, with those where a signature changed."""

@@ -197,9 +197,10 @@ def _begin_message(group: Group, source: int, target: int) -> Call:
 
 
 def shift(tensor: Tensor, group: ProcessGroup, *, tag: int = 0) -> Callable[[], Tensor]:
-    """Start to send a tensor to the next rank of a ring. Keep the tensor until you call the result.
+    """Start to send a tensor to the next rank of a ring. Don't change it until you call the result.
 
-    Returns a function that waits and returns the tensor of the previous rank.
+    Returns a function that waits and returns the tensor of the previous rank. It keeps the sent tensor until then: a
+    message on a GPU may still read its memory when the caller has no more use for it.
     """
     here, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
     coming = torch.empty_like(tensor)
@@ -214,6 +215,7 @@ def shift(tensor: Tensor, group: ProcessGroup, *, tag: int = 0) -> Callable[[], 
         wait(call)
         for work in works:
             work.wait()
+        operations.clear()
         return coming
 
     return arrived

@@ -2,6 +2,8 @@
 
 As with NCCL, each communicator has a stream, which begins after the work that is queued on the current stream. The
 current stream continues at once. Until wait(), a use of the tensors is a StreamRace.
+
+A collective keeps its tensors until wait(). A message does not keep the tensor that it sends: its caller has to.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.parallel import comm
 from tests.trainer.pretended_cuda.device import GpuTensor, held_of
-from tests.trainer.pretended_cuda.streams import STREAMS, Event, Stream
+from tests.trainer.pretended_cuda.streams import STREAMS, Event, Memory, Stream
 
 ONLY_READS = {"isend"}
 READS_SECOND = {"_reduce_scatter", "_all_gather", "all_to_all_single"}
@@ -32,6 +35,9 @@ class Work:
     event: Event
     tensors: list[GpuTensor]
     """They stay in memory until wait()."""
+    stream: Stream
+    sent: WeakSet[Memory]
+    """The memory of sent messages, which may be freed after the end of the call."""
 
     def wait(self) -> None:
         for each in self._reals():
@@ -40,7 +46,10 @@ class Work:
         self.tensors = []
 
     def is_completed(self) -> bool:
-        return all(each.is_completed() for each in self._reals())
+        completed = all(each.is_completed() for each in self._reals())
+        for memory in self.sent if completed else ():
+            memory.record_stream(self.stream)
+        return completed
 
     def _reals(self) -> Sequence[Any]:
         return self.real if isinstance(self.real, list) else [self.real]
@@ -56,15 +65,27 @@ class Message(NamedTuple):
     tag: int = 0
 
 
-def _queued(stream: Stream, tensors: Sequence[GpuTensor], reads: Sequence[GpuTensor]) -> Event:
-    """Queue a call behind the current stream's work, and return its end."""
+def _queued(
+    real: Any,
+    stream: Stream,
+    tensors: Sequence[GpuTensor],
+    reads: Sequence[GpuTensor],
+    sent: Sequence[GpuTensor],
+) -> Work:
+    """Queue a call behind the current stream's work. reads: tensors that it does not write. sent: those of messages."""
     stream.wait_stream(STREAMS.current)
     number = stream.begin()
+    kept = []
     for tensor in tensors:
-        only_read = any(tensor is each for each in reads)
-        tensor.memory.record_stream(stream)  # as the call keeps its tensors
-        tensor.memory.use(stream, number, writes=not only_read)
-    return stream.record_event()
+        tensor.memory.use(stream, number, writes=not _is_among(tensor, reads))
+        if not _is_among(tensor, sent):
+            tensor.memory.record_stream(stream)
+            kept.append(tensor)
+    return Work(real, stream.record_event(), kept, stream, WeakSet(each.memory for each in sent))
+
+
+def _is_among(tensor: GpuTensor, others: Sequence[GpuTensor]) -> bool:
+    return any(tensor is each for each in others)
 
 
 def _reads(name: str, tensors: list[GpuTensor]) -> list[GpuTensor]:
@@ -92,7 +113,8 @@ def _replaced(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             work = found
         else:
             stream = _stream_of(name, kwargs.get("group"), peer)
-            work = Work(found, _queued(stream, tensors, _reads(name, tensors)), tensors)
+            sent = tensors if name == "isend" else []
+            work = _queued(found, stream, tensors, _reads(name, tensors), sent)
         if async_op or single:
             return work
         work.wait()
@@ -112,9 +134,9 @@ def _batch(real: Callable[..., Any], operation: Any) -> Callable[..., Any]:
         ]
         works = real(real_ones)
         tensors = [each.tensor for each in messages if isinstance(each.tensor, GpuTensor)]
-        sent = [each.tensor for each in messages if each.op.__name__ == "isend"]
+        sent: list[Any] = [each.tensor for each in messages if each.op.__name__ == "isend"]
         stream = _stream_of("batch", messages[0].group, None)
-        return [Work(list(works), _queued(stream, tensors, sent), tensors)]  # type: ignore[arg-type]
+        return [_queued(list(works), stream, tensors, sent, sent)]
 
     return call
 
