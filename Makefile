@@ -13,11 +13,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 INTERPRETED := tests/trainer/state_space/test_triton_kernels.py tests/trainer/parallel/test_flash_kernels.py
 COMPILED := tests/trainer/state_space/test_compiled_kernels.py
+ON_GPU := tests/trainer/gpu tests/trainer/parallel/test_context.py
 
 TRUST_SEED ?= 1
 TRUST_JOBS ?= 2
 
-.PHONY: demo demo-train speedrun test test-fast test-slow test-core test-kernels explore test-gpu trust check docs benchmark clean
+.PHONY: demo demo-train speedrun test test-fast test-slow test-core test-kernels explore test-gpu benchmark-gpu trust check docs benchmark clean
 
 demo: $(VENV)/.installed
 	$(BIN)/megaconv demo
@@ -51,8 +52,12 @@ test-kernels: $(VENV)/.interpreted
 explore: $(VENV)/.tested
 	$(BIN)/python -m pytest -n 2 -m "hypothesis and not slow and not gpu" --hypothesis-profile=explore
 
-test-gpu: $(VENV)/.tested
-	$(BIN)/python -m pytest -m gpu
+test-gpu: $(VENV)/.on_gpu
+	$(VENV)/gpu/bin/python -m tests.trainer.gpu
+	$(VENV)/gpu/bin/python -m pytest -m gpu -rs $(ON_GPU)
+
+benchmark-gpu: $(VENV)/.on_gpu
+	$(VENV)/gpu/bin/python benchmarks/trainer.py gpu
 
 trust: $(VENV)/.tested
 	$(BIN)/python -m tests.trust --seed $(TRUST_SEED) --jobs $(TRUST_JOBS) --report trust.json \
@@ -91,6 +96,15 @@ $(VENV)/.of_core: pyproject.toml constraints.txt
 	grep -v megatron-core constraints.txt > $(VENV)/core/constraints.txt
 	$(VENV)/core/bin/python -m pip install --quiet --no-compile -c $(VENV)/core/constraints.txt \
 	  megatron-core==0.19.2 -e ".[test,oracle,data,train,zarr,serve,retrieval]"
+	touch $@
+
+# The machine's own torch is used, because it fits the GPU's driver, and its flash-attn, transformer-engine and megatron-core.
+# PYTHON may belong to a virtual environment, whose packages are no system packages.
+ITS_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
+$(VENV)/.on_gpu: pyproject.toml
+	$(PYTHON) -m venv --system-site-packages $(VENV)/gpu
+	$(PYTHON) -c "$(ITS_PACKAGES)" > "$$($(VENV)/gpu/bin/python -c "$(ITS_PACKAGES)")/of_the_machine.pth"
+	$(VENV)/gpu/bin/python -m pip install --quiet --no-compile pytest hypothesis -e ".[train,data]"
 	touch $@
 
 # mamba_ssm and flash_attn have Python too. What they would compile with CUDA isn't needed.

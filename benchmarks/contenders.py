@@ -153,8 +153,6 @@ def core_step(config: ModelConfig, dtype: str, rows: int, device: torch.device =
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
-    from tests.megatron_oracle import run_on_cpu
-
     on_gpu = device.type == "cuda"
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -162,6 +160,8 @@ def core_step(config: ModelConfig, dtype: str, rows: int, device: torch.device =
     if on_gpu:
         model_parallel_cuda_manual_seed(1)
     else:
+        from tests.megatron_oracle import run_on_cpu
+
         run_on_cpu().__enter__()
     unfused = (
         "gradient_accumulation_fusion",

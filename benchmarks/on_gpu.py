@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import torch
-from contenders import Step, batch, core_step, model, ours, transformers_step
+from contenders import Step, core_step, model, ours, transformers_step
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.planning.gpus import peak_tflops
 from megatron_lite.loop.log import flops_per_token
+from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8, LoRA, Recompute
 
 WARM_UP = 3
@@ -93,6 +95,21 @@ def small_models() -> dict[str, Model]:
     return found
 
 
+PACKAGES = {"transformers, compiled": "transformers", "megatron-core": "megatron-core"}
+"""The package that a contender needs."""
+
+
+def require_package(contender: str) -> None:
+    """End the process if the package of the contender is not installed."""
+    package = PACKAGES.get(contender)
+    if package is None:
+        return
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise SystemExit(f"{package} is not installed: pip install {package}") from None
+
+
 def step_of(contender: str, chosen: Model, device: torch.device) -> Step:
     """Return a contender's training step in bf16."""
     config, rows = chosen.config, chosen.rows
@@ -126,7 +143,11 @@ def measure(contender: str, chosen: Model, steps: int) -> dict[str, Any]:
         settle()
         times.append(time.perf_counter() - begun)
     median = sorted(times)[len(times) // 2]
-    return _figures(chosen, median, on_gpu=on_gpu)
+    figures = _figures(chosen, median, on_gpu=on_gpu)
+    if contender == "megatron_lite, fp8":
+        uses_engine = on_gpu and has_transformer_engine()
+        figures["fp8_products"] = "Transformer Engine" if uses_engine else "torch"
+    return figures
 
 
 def _figures(chosen: Model, seconds: float, *, on_gpu: bool) -> dict[str, Any]:
@@ -145,13 +166,13 @@ def _figures(chosen: Model, seconds: float, *, on_gpu: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("contender")
+    parser.add_argument("model", choices=models())
+    parser.add_argument("contender", choices=ALL)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     chosen = (small_models() if args.tiny else models())[args.model]
-    batch(chosen.config, 1)
+    require_package(args.contender)
     print(json.dumps(measure(args.contender, chosen, args.steps)))
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/trainer.py single [--steps 15] [--tiny] [--mixture [fine-grained]] [--dtype float32|bfloat16] [--json]
     python benchmarks/trainer.py parallel [--steps 15] [--tiny] [--json]
-    python benchmarks/trainer.py gpu [--steps 15] [--tiny] [--json]
+    python benchmarks/trainer.py gpu [MODEL ...] [--steps 15] [--limit-minutes 20] [--results FILE] [--tiny] [--json]
 
 single: a Llama of 25 million parameters on the CPU, one process each. Contenders take turns, step by step, after two that
 don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least, by the clock and by
@@ -13,7 +13,8 @@ With --mixture a Mixtral of 34 million parameters in its place: 8 experts in eac
 parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a rank waits for communication.
 gpu: on one GPU, in bf16 and FP8, sequences of 4096: Llamas of 1B and 3B, 8 of the 32 layers of an 8B, the 8B with adapters, a small
 mixture; plain and compiled, beside transformers with torch.compile and Megatron core. Tokens/s, MFU against the data sheet's dense
-bf16 peak, and peak memory. on_gpu.py has the models.
+bf16 peak, and peak memory. on_gpu.py has the models; MODEL takes some of them. Each measurement has a process and a time limit. Its
+result is a line of FILE (build/trainer-gpu.jsonl) as soon as it is there, whatever happens to the others.
 """
 
 import argparse
@@ -25,22 +26,28 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-import torch
-from contenders import (
-    SMALL,
-    TINY,
-    Step,
-    add_mixture,
-    batch,
-    chosen,
-    core_step,
-    ours,
-    transformers_step,
-)
 from turns import ROOT, Figures, answer, environment, rounds
+
+try:
+    import torch
+    from contenders import (
+        SMALL,
+        TINY,
+        Step,
+        add_mixture,
+        batch,
+        chosen,
+        core_step,
+        ours,
+        transformers_step,
+    )
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing}; install this clone: pip install '.[train,data]'") from missing
 
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
@@ -224,26 +231,50 @@ class _Waiting:
         return done
 
 
-def gpu(steps: int, tiny: bool) -> dict[str, Any]:
-    """Measure each model and contender in a process of its own, so that one that fails ends no other."""
+SOFTWARE = (
+    "torch", "triton", "transformers", "megatron-core", "flash-attn", "flash-attn-3", "flash-attn-4", "transformer-engine",
+)  # fmt: skip
+"""Packages whose versions change the figures."""
+
+
+def gpu(
+    models: Sequence[str], steps: int, limit_s: float, results: Path, tiny: bool
+) -> dict[str, Any]:
+    """Measure each model and contender in a process of its own. models: their names; none: all."""
+    import measurements
     import on_gpu
 
+    known = on_gpu.models()
+    for name in models:
+        if name not in known:
+            raise SystemExit(f"unknown model {name!r}; take one of: {', '.join(known)}")
     if not torch.cuda.is_available() and not tiny:
-        raise SystemExit("this measurement needs a CUDA device")
-    found = {}
+        raise SystemExit(
+            f"this measurement needs a CUDA device, and torch {torch.__version__} finds none: does nvidia-smi show one, "
+            "and is its driver as new as the CUDA of this torch? --tiny tests the measurement on a CPU"
+        )
     script = str(ROOT / "benchmarks/on_gpu.py")
-    for name, each in on_gpu.models().items():
-        for contender in each.contenders:
-            words = [name, contender, "--steps", str(steps), *["--tiny"] * tiny]
-            done = subprocess.run(
-                [sys.executable, script, *words], cwd=ROOT, env=environment(), capture_output=True, text=True
-            )  # fmt: skip
-            lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-            last = lines[-1] if lines else f"ended with status {done.returncode}"
-            found[f"{name}: {contender}"] = (
-                {"failed": last} if done.returncode else json.loads(last)
-            )
-            print(f"{name}: {contender}: {last}", file=sys.stderr, flush=True)
+    commands = {
+        f"{name}: {contender}": [
+            sys.executable, script, name, contender, "--steps", str(steps), *["--tiny"] * tiny,
+        ]
+        for name in models or known
+        for contender in known[name].contenders
+    }  # fmt: skip
+    print(f"results go to {results}", file=sys.stderr, flush=True)
+    software = _software()
+    measurements.append(results, {"software": software})
+    return {"software": software, **measurements.run_all(commands, limit_s, results)}
+
+
+def _software() -> dict[str, str]:
+    """Return the versions of the installed packages that change the figures."""
+    found = {}
+    for name in SOFTWARE:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
     return found
 
 
@@ -256,6 +287,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     add_mixture(parser)
+    parser.add_argument("--limit-minutes", type=float, default=20, help="of one measurement")
+    parser.add_argument("--results", type=Path, default=ROOT / "build/trainer-gpu.jsonl")
     for word in ("--tiny", "--keep", "--json"):
         parser.add_argument(word, action="store_true")
     args = parser.parse_args()
@@ -267,7 +300,9 @@ def main() -> None:
         found = {
             "single": lambda: single(args.steps, args.tiny, args.dtype, args.mixture),
             "parallel": lambda: parallel(args.steps, args.tiny),
-            "gpu": lambda: gpu(args.steps, args.tiny),
+            "gpu": lambda: gpu(
+                args.rest, args.steps, 60 * args.limit_minutes, args.results, args.tiny
+            ),
         }[args.what]()
         machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"
         if args.json:

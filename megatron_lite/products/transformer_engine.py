@@ -4,7 +4,7 @@ Transformer Engine computes in FP8 inside its autocast. When the outermost autoc
 Engine reduces the largest elements of all matrices over the autocast's group, or over the world if there is no group.
 Other pipeline stages are not at the end of a pass then. So `Autocast` gives the group of one stage's ranks.
 
-Tests hold our calls against the signatures of Transformer Engine 1.11 to 2.18. `--transformer-impl local` uses torch's
+Tests hold our calls against the signatures of Transformer Engine 1.11 to 2.20. `--transformer-impl local` uses torch's
 products.
 """
 

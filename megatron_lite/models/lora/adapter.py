@@ -78,9 +78,18 @@ class Adapter(nn.Module):
             for run in share.rows:
                 end = run.local + run.size
                 self.rows += range(run.local, end)
+        # The forward pass never reads the rows: a matrix may have 30,000, and compiled code would compare each of them.
+        self._is_in_order = self.rows == list(range(out))
         self.seed: rng.Seed | None = None
         """The seed of the layer's current pass; None: no dropout."""
         self._index: Tensor | None = None
+
+    def prepare(self, device: torch.device) -> None:
+        """Put the order of the rows on the device. Call it before the forward pass, outside compiled code."""
+        if self._is_in_order or (self._index is not None and self._index.device == device):
+            return
+        with torch.inference_mode(False):  # a training pass may use this tensor later
+            self._index = torch.tensor(self.rows, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the term to add to the matrix's product with x; the same shape as the product."""
@@ -109,11 +118,9 @@ class Adapter(nn.Module):
 
     def _placed(self, made: Tensor) -> Tensor:
         """Reorder outputs from module order to the matrix's row order, with 0 for rows without an adapter."""
-        if self.rows == list(range(self.out)):
+        if self._is_in_order:
             return made
-        if self._index is None or self._index.device != made.device:
-            with torch.inference_mode(False):  # a training pass may use this tensor later
-                self._index = torch.tensor(self.rows, device=made.device)
+        assert self._index is not None, "the layer's hook calls prepare"
         return made.new_zeros(*made.shape[:-1], self.out).index_copy(-1, self._index, made)
 
     def _dropped(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -67,7 +68,7 @@ def attach(
         yield from _parameters(adapter, f"{path}.adapter.pairs", shares)
     for module in chunk.modules():
         if isinstance(module, Layer):
-            _seed_before(module)
+            _prepare_before(module)
 
 
 def _sharding(matrix: nn.Module) -> Sharding | None:
@@ -121,16 +122,18 @@ def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -
         )
 
 
-def _seed_before(layer: nn.Module) -> None:
-    """Register a hook on a layer that gives its adapters the seed of the pass, also during recomputation."""
+def _prepare_before(layer: nn.Module) -> None:
+    """Register a hook on a layer that prepares its adapters for the pass, also during recomputation."""
     adapters = [module for module in layer.modules() if isinstance(module, Adapter)]
 
-    def tell(_: nn.Module, arguments: tuple[object, ...]) -> None:
+    def prepare(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        x, run, *_further = arguments
         for adapter in adapters:
-            adapter.seed = getattr(arguments[1], "seed", None)
+            adapter.prepare(x.device)
+            adapter.seed = getattr(run, "seed", None)
 
-    if adapters and adapters[0].options.dropout:
-        layer.register_forward_pre_hook(tell)
+    if adapters:
+        layer.register_forward_pre_hook(prepare)
 
 
 def _parameters(

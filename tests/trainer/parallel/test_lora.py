@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_lite.checkpoint.peft import adapter_files, read_adapter
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.lora.adapter import Adapter
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
@@ -339,6 +341,35 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
     config = json.loads(files["adapter_config.json"])
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert config["target_modules"] == ["self_attn.q_proj"]
+
+
+class Unread(list[int]):
+    """A list that may be replaced, but not read."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("the rows are read")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the rows are read")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_forward_pass_does_not_go_through_the_rows_of_an_adapter() -> None:
+    """A matrix may have 30,000 rows. torch.compile would compare each of them, and take minutes for a layer."""
+    case = Case("llama-all-linear")
+    engine = make(case)
+    adapters = [
+        module
+        for chunk in engine.chunks
+        for module in chunk.modules()
+        if isinstance(module, Adapter)
+    ]
+    assert {adapter.rows == sorted(adapter.rows) for adapter in adapters} == {True, False}
+    engine.train_step(batches(case, 0, engine), lr=1e-3)
+    for adapter in adapters:
+        adapter.rows = Unread()
+    engine.train_step(batches(case, 1, engine), lr=1e-3)
 
 
 def test_unknown_targets_of_adapters_are_refused() -> None:

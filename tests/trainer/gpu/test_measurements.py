@@ -1,0 +1,98 @@
+"""The benchmark of a GPU on a machine without one: what fails, hangs or is missing ends no other measurement."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ("measurements", "trainer", "on_gpu", "contenders", "turns")
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+FAILS = "import sys; print('a long story'); sys.exit('torch.OutOfMemoryError: no memory')"
+HANGS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("waiting", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+WORKS = "print('a library says hello'); print('{\"tokens_per_second\": 5}')"
+SILENT = "print('hello')"
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts of benchmarks/ import each other by their names."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield
+    for name in SCRIPTS:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_measurement_that_fails_or_hangs_ends_no_other(tmp_path: Path) -> None:
+    programs = {"fails": FAILS, "hangs": HANGS, "is silent": SILENT, "works": WORKS}
+    commands = {name: [sys.executable, "-c", program] for name, program in programs.items()}
+    results = tmp_path / "new" / "results.jsonl"
+    begun = time.monotonic()
+    found = import_module("measurements").run_all(commands, 2.0, results)
+    assert time.monotonic() - begun < 30
+    assert found == {
+        "fails": {"failed": "torch.OutOfMemoryError: no memory"},
+        "hangs": {"failed": "no result within 0.0333333 minutes"},
+        "is silent": {"failed": "printed no result: hello"},
+        "works": {"tokens_per_second": 5},
+    }
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["measurement"] for line in lines] == list(programs)
+    assert lines[1]["errors"] == "waiting\n"
+    assert lines[3]["tokens_per_second"] == 5
+
+
+@pytest.mark.usefixtures("scripts")
+def test_results_are_written_before_the_next_measurement_begins(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    reads = f"import json, pathlib; print(json.dumps({{'lines': len(open({str(results)!r}).readlines())}}))"
+    commands = {name: [sys.executable, "-c", reads] for name in ("first", "second")}
+    results.touch()
+    found = import_module("measurements").run_all(commands, 60.0, results)
+    assert found == {"first": {"lines": 0}, "second": {"lines": 1}}
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        pytest.param((), "needs a CUDA device, and torch .* finds none", marks=WITHOUT_GPU),
+        (("7B", "--tiny"), "unknown model '7B'; take one of: 1B, 3B, "),
+    ],
+)
+def test_the_benchmark_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["trainer.py", "gpu", *words])
+    with pytest.raises(SystemExit, match=expected):
+        import_module("trainer").main()
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    ("contender", "package"),
+    [("megatron-core", "megatron-core"), ("transformers, compiled", "transformers")],
+)
+def test_a_missing_package_is_named(
+    monkeypatch: pytest.MonkeyPatch, contender: str, package: str
+) -> None:
+    def version(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(sys, "argv", ["on_gpu.py", "1B", contender, "--tiny"])
+    with pytest.raises(SystemExit, match=f"{package} is not installed: pip install {package}"):
+        import_module("on_gpu").main()
