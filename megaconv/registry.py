@@ -27,6 +27,7 @@ LOADERS = (
     "orbax",
     "gguf",
     "trtllm",
+    "mlx",
     "hf",
     "llama_mistral",
     "mixtral_hf",
@@ -37,7 +38,18 @@ LOADERS = (
 
 Loaders of other packages come before `hf`. `config` is asked last, if nothing else recognises the input.
 """
-SAVERS = ("core", "legacy", "dcp", "deepspeed", "hf", "llama_mistral", "gguf", "trtllm", "peft")
+SAVERS = (
+    "core",
+    "legacy",
+    "dcp",
+    "deepspeed",
+    "hf",
+    "llama_mistral",
+    "gguf",
+    "mlx",
+    "trtllm",
+    "peft",
+)
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same formats."""
 

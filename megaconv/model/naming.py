@@ -19,6 +19,7 @@ meta      Meta's and Mistral's own files. Llama 1 and 2 shard the embedding and 
           has them.
 gguf      llama.cpp's names, listed once for all families in gguf/names.py.
 trtllm    TensorRT-LLM's names, listed once for all families in trtllm/names.py.
+mlx       MLX's names, derived from transformers' names in mlx/names.py.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ KEYS = (
         "core_legacy_grouped",
         "core_rope_last",
     ),
-    *("legacy", "meta", "meta_rows", "meta_fused", "gguf", "trtllm"),
+    *("legacy", "meta", "meta_rows", "meta_fused", "gguf", "trtllm", "mlx"),
 )
 """Keys under which a row may spell its tensors. A new naming scheme is a new key here."""
 
@@ -82,6 +83,7 @@ META_ROWS = Naming("meta", ("rows",))
 META_FUSED = Naming("meta", ("fused", "rows"))
 GGUF = Naming("gguf")
 TRTLLM = Naming("trtllm")
+MLX = Naming("mlx")
 
 NAMINGS = (
     *(HF, HF_STACKED, HF_STACKED_TRANSPOSED),

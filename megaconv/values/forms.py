@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "left out"
 FOLDED = "folded"
+PLUS_ONE = "plus one"
+AFFINE = {f"affine-{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
+"""MLX's quantizations -> their bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +74,14 @@ class Form(NamedTuple):
     """True if the shared scale is stored with this tensor. It is stored with one of several fused tensors."""
     scaling: Scaling = Scaling()
     group: int = 0
-    """Elements of a row that share a scale, for integers in words."""
+    """Elements of a row that share a scale, for integers in words and for MLX."""
 
     @property
     def is_quantized(self) -> bool:
-        """True if readers get a dequantized tensor, without its scales."""
-        return self.kind in QUANTIZATIONS
+        """True if readers get another tensor than is stored: a dequantized one, without its scales."""
+        return self.kind in QUANTIZATIONS or self.is_of_mlx
+
+    @property
+    def is_of_mlx(self) -> bool:
+        """True for the forms of MLX, which keep the dtype of the tensor for readers."""
+        return self.kind in AFFINE or self.kind == PLUS_ONE

@@ -26,7 +26,7 @@ from typing import Any
 
 from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
-from megaconv.families.parts.hf_config import quant_method, quantization
+from megaconv.families.parts.hf_config import MLX, quant_method, quantization
 from megaconv.values import compressed_tensors, modelopt
 from megaconv.values.beside_weights import needed, require_one_form
 from megaconv.values.cast import CastTensor
@@ -63,6 +63,10 @@ def dequantize(
         }
     dtype = dtype or "bfloat16"
     method = quant_method(config, where)
+    if method == MLX:
+        raise UnsupportedInput(
+            f"{where}: the weights are quantized by MLX, which `--loader mlx` reads; megaconv finds that loader by itself"
+        )
     if method == "fp8":
         return _from_fp8(tensors, _fp8_block(quantization(config), where), dtype, where)
     if method == "modelopt":

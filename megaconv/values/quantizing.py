@@ -9,6 +9,8 @@
     int8-sq            x [out, in] int8, x_scale [out]                                                calibrated.py
     int4-awq           x [out / 2, in] uint8, x_scale [out, in / 128]                                 calibrated.py
     w4a8-awq           the same, and x_scale_2 []                                                     calibrated.py
+    affine-4 ...       x [out, in * bits / 32] uint32, x_scale and x_bias [out, in / group]           mlx_quantizing.py
+    plus one           x [out]: a norm with 1 added                                                   mlx_quantizing.py
 
 A shared scale (`x_scale_2`, and the scale of fp8) is stored with one of the weights that a file fuses.
 """
@@ -42,14 +44,17 @@ from megaconv.values.calibrated import (
     OneScale,
     SharedScale,
 )
-from megaconv.values.forms import Form
+from megaconv.values.forms import AFFINE, PLUS_ONE, Form
 from megaconv.values.fp8_blocks import Blocks, Fp8Scales, Fp8Values, Rounding
 from megaconv.values.fp8_rows import Rows, RowScales
+from megaconv.values.mlx_quantizing import AffineCodes, AffineGroups, AffineScales, PlusOne
 from megaconv.values.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joined
 from megaconv.values.smoothed import SmoothedTensor
 
 SCALE, SCALE_2 = nvfp4.SCALES, nvfp4.SCALE_2
 """The suffixes of the scales' names after the weight's name."""
+BIAS = "_bias"
+"""The suffix of the name of MLX's biases."""
 Shared = Joined | SharedScale
 _Made = Iterator[tuple[str, LazyTensor]]
 
@@ -186,6 +191,18 @@ def _w4a8_awq(weight: Weight) -> _Made:
         yield SCALE_2, OneScale(weight.shared)
 
 
+def _affine(weight: Weight) -> _Made:
+    bits = AFFINE[weight.form.kind]
+    groups = AffineGroups(weight.tensor, weight.name, bits, weight.form.group)
+    yield "", AffineCodes(groups, weight.errors)
+    yield SCALE, AffineScales(groups, of_biases=False)
+    yield BIAS, AffineScales(groups, of_biases=True)
+
+
+def _plus_one(weight: Weight) -> _Made:
+    yield "", PlusOne(weight.tensor, weight.errors)
+
+
 _WRITTEN: Mapping[str, Callable[[Weight], _Made]] = {
     FP8_BLOCK: _fp8_block,
     FP8_PER_CHANNEL: _fp8_per_channel,
@@ -197,5 +214,7 @@ _WRITTEN: Mapping[str, Callable[[Weight], _Made]] = {
     INT8_SQ: _int8_sq,
     INT4_AWQ: _int4_awq,
     W4A8_AWQ: _w4a8_awq,
+    **dict.fromkeys(AFFINE, _affine),
+    PLUS_ONE: _plus_one,
 }
 """Quantization -> the tensors of a weight by the suffix of their names."""

@@ -69,13 +69,13 @@ class StoredSource:
     def read_header(self) -> Header:
         """The header for readers of the output: dequantized weights instead of quantized ones, without scales."""
         stored = self.header.manifest
-        manifest = {
-            key: TensorInfo(info.shape, READ_AS)
-            if self._form(key, info.dtype).is_quantized
-            else stored[key]
-            for key, info in self.source.header.manifest.items()
-            if self._form(key, info.dtype).kind != LEFT_OUT
-        }
+        manifest: dict[Key, TensorInfo] = {}
+        for key, info in self.source.header.manifest.items():
+            form = self._form(key, info.dtype)
+            if form.kind != LEFT_OUT:
+                is_cast = form.is_quantized and not form.is_of_mlx
+                read = TensorInfo(info.shape, READ_AS) if is_cast else info
+                manifest[key] = read if form.is_quantized else stored[key]
         return replace(self.source.header, manifest=manifest)
 
     @property

@@ -458,7 +458,7 @@ def test_a_fingerprint_is_one_line_that_formats_do_not_change(hf: Path, core: Pa
 
 def test_formats_lists_loaders_savers_and_families() -> None:
     document = strict_json(run("formats", "--json").out)
-    neighbours = ["nemo", "dcp", "deepspeed", "fsdp", "orbax", "gguf", "trtllm"]
+    neighbours = ["nemo", "dcp", "deepspeed", "fsdp", "orbax", "gguf", "trtllm", "mlx"]
     others = ["hf", "llama_mistral", "mixtral_hf", "peft", "config"]
     assert list(document["loaders"]) == ["delta", "core", "legacy", *neighbours, *others]
     assert list(document["savers"]) == [
@@ -469,6 +469,7 @@ def test_formats_lists_loaders_savers_and_families() -> None:
         "hf",
         "llama_mistral",
         "gguf",
+        "mlx",
         "trtllm",
         "peft",
     ]

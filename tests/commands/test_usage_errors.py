@@ -122,7 +122,7 @@ def test_a_dry_run_refuses_what_the_run_would_refuse(model: Path) -> None:
             [
                 "no loader",
                 "'tensorflow'",
-                "core, legacy, nemo, dcp, deepspeed, fsdp, orbax, gguf, trtllm, hf",
+                "core, legacy, nemo, dcp, deepspeed, fsdp, orbax, gguf, trtllm, mlx, hf",
             ],
         ),
         ("--dtype fp8", ["'fp8'", "bf16, fp16, fp32"]),

@@ -273,6 +273,9 @@ def usual(llama: Path) -> dict[str, Make]:
         "old-zarr": fixture("zarr-llama-tp2pp2/checkpoint"),
         "titan/step-1000": converted(llama, "--saver", "dcp", "--option", "names=torchtitan"),
         "model.gguf": gguf(llama),
+        "model-mlx": converted(
+            llama, "--saver", "mlx", "--option", "bits=4", "--option", "group_size=32"
+        ),
         "checkpoint-500": fixture("deepspeed-zero2-llama-tied-groups-dp2/checkpoint"),
         "global_step_100/actor": fixture("fsdp-verl-dp3"),
         "results/checkpoints": lambda target: write_bridge(target, "dist-llama-tp2pp2"),

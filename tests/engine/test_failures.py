@@ -345,16 +345,6 @@ def test_quantized_weights_are_refused(model: Path) -> None:
     assert_convert_refuses(model, 3, "quantized", "hqq")
 
 
-@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")])
-def test_weights_that_mlx_quantized_are_refused_by_its_name(
-    keys: tuple[str, ...], model: Path
-) -> None:
-    """Its own files have scales and biases beside each weight, which are unknown tensors."""
-    given = {"group_size": 64, "bits": 4}
-    edit_json(model / "config.json", lambda config: config.update(dict.fromkeys(keys, given)))
-    assert_convert_refuses(model, 3, "the weights are quantized (MLX); convert an unquantized copy")
-
-
 # Megatron directories.
 
 

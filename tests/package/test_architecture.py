@@ -37,7 +37,7 @@ ROOMS = {
         ("megaconv.megatron.states",),
         ("megaconv.engine",),
         ("megaconv.registry", "megaconv.next_steps", "megaconv.input"),
-        ("megaconv.adapters", "megaconv.gguf", "megaconv.trtllm"),
+        ("megaconv.adapters", "megaconv.gguf", "megaconv.mlx", "megaconv.trtllm"),
         ("megaconv.huggingface",),
         ("megaconv.values",),
         ("megaconv.planning",),

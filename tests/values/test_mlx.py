@@ -1,65 +1,109 @@
-"""Files that MLX 0.32.4 quantized: its packed words are never read as weights.
+"""MLX's quantized weights: read as mlx.core.dequantize reads them, and written as mlx.core.quantize writes them.
 
-tests/fixtures/mlx/<mode> is a Llama of one layer. `mlx.core.quantize` quantized each matrix in groups of 32, and
-`mlx.core.save_safetensors` wrote the file.
+tests/fixtures/mlx/groups.safetensors has one bfloat16 matrix, and for every mode, number of bits and size of groups what
+`mlx.core.quantize` of mlx 0.32.4 made of it, with the values of `mlx.core.dequantize` in float32.
 """
 
-import json
-from pathlib import Path
-from shutil import copytree
-
+import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from hypothesis import given
+from hypothesis import strategies as st
 
+from formats import safetensors
+from formats.tensor import Box, LazyTensor, read_tensor
+from megaconv.errors import NotExpressible
+from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.mlx_groups import GroupedTensor, Grouping, unpacked
+from megaconv.values.mlx_quantizing import AffineCodes, AffineGroups, AffineScales, packed
 from tests.conftest import FIXTURES
-from tests.runs import assert_refused, run
 
-MODES = ("affine", "mxfp4")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_fixture_holds_packed_words_and_scales(mode: str) -> None:
-    stored = load_file(FIXTURES / "mlx" / mode / "model.safetensors")
-    words = stored["model.layers.0.mlp.up_proj.weight"]
-    assert (words.dtype, words.shape) == (torch.uint32, (32, 4))
-    assert "model.layers.0.mlp.up_proj.scales" in stored
-    assert ("model.layers.0.mlp.up_proj.biases" in stored) == (mode == "affine")
+BITS = (2, 3, 4, 5, 6, 8)
+AFFINE = [f"affine-{bits}-{size}" for bits in BITS for size in (32, 64, 128)]
+FORMS = (*AFFINE, "mxfp4-4-32", "mxfp8-8-32", "nvfp4-4-16")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_conversion_to_megatron_and_a_plan_are_refused(mode: str, tmp_path: Path) -> None:
-    model, target = FIXTURES / "mlx" / mode, tmp_path / "out"
-    assert_refused(run("convert", model, target, "--saver", "core"), 3, "quantized (MLX)")
-    assert_refused(run("plan", model), 3, "quantized (MLX)")
-    assert not target.exists()
+@pytest.fixture(scope="module")
+def stored() -> dict[str, LazyTensor]:
+    return dict(safetensors.read(FIXTURES / "mlx" / "groups.safetensors"))
 
 
-@pytest.mark.parametrize("saver", ["core", "hf"])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_scales_are_unknown_tensors_if_the_settings_are_missing(
-    mode: str, saver: str, tmp_path: Path
+def plain(stored: dict[str, LazyTensor], form: str) -> GroupedTensor:
+    mode, bits, size = form.split("-")
+    words, scales = stored[f"{form}.words"], stored[f"{form}.scales"]
+    grouping = Grouping(mode, int(bits), int(size))
+    biases = stored.get(f"{form}.biases")
+    return GroupedTensor(words, scales, biases, grouping, (4, 128), "float32")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_those_of_mlx(form: str, stored: dict[str, LazyTensor]) -> None:
+    expected = read_tensor(stored[f"{form}.values"])
+    assert np.array_equal(read_tensor(plain(stored, form)), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_any_rectangle_has_the_values_of_the_whole(
+    form: str, stored: dict[str, LazyTensor]
 ) -> None:
-    model, target = copytree(FIXTURES / "mlx" / mode, tmp_path / "model"), tmp_path / "out"
-    config = json.loads((model / "config.json").read_text())
-    for key in ("quantization", "quantization_config"):
-        del config[key]
-    (model / "config.json").write_text(json.dumps(config))
-    refused = run("convert", model, target, "--saver", saver)
-    assert_refused(refused, 3, "tensors are unknown", "lm_head.scales")
-    assert not target.exists()
+    expected = read_tensor(stored[f"{form}.values"]).reshape(4, -1)
+    for box in (Box(1, 3, 5, 71), Box(0, 4, 127, 128), Box(2, 3, 0, 1)):
+        found = np.empty((box.rows, box.cols * 4), np.uint8)
+        plain(stored, form).read_into(box, found)
+        assert np.array_equal(found, expected[box.row0 : box.row1, box.col0 * 4 : box.col1 * 4])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_copy_keeps_the_words_and_a_cast_is_refused(mode: str, tmp_path: Path) -> None:
-    model, target = FIXTURES / "mlx" / mode, tmp_path / "out"
-    cast = run("convert", model, target, "--saver", "hf", "--dtype", "fp32")
-    assert_refused(cast, 3, "--dtype: needs plain weights", "quantized (MLX)")
-    assert run("convert", model, target, "--saver", "hf").status == 0
-    before, after = (load_file(path / "model.safetensors") for path in (model, target))
-    assert before.keys() == after.keys()
-    assert all(
-        before[name].dtype == after[name].dtype
-        and torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8))
-        for name in before
+@pytest.mark.parametrize("form", AFFINE)
+def test_codes_scales_and_biases_are_those_of_mlx(form: str, stored: dict[str, LazyTensor]) -> None:
+    _, bits, size = form.split("-")
+    groups = AffineGroups(stored["weight"], "w", int(bits), int(size))
+    made = {
+        "words": AffineCodes(groups, Rounding()),
+        "scales": AffineScales(groups, of_biases=False),
+        "biases": AffineScales(groups, of_biases=True),
+    }
+    for part, tensor in made.items():
+        expected = stored[f"{form}.{part}"]
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype)
+        assert np.array_equal(read_tensor(tensor), read_tensor(expected)), part
+
+
+@pytest.mark.parametrize("form", AFFINE)
+def test_fingerprints_are_of_the_values_that_are_read(
+    form: str, stored: dict[str, LazyTensor]
+) -> None:
+    _, bits, size = form.split("-")
+    codes = AffineCodes(AffineGroups(stored["weight"], "w", int(bits), int(size)), Rounding())
+    words, scales, biases = (stored[f"{form}.{part}"] for part in ("words", "scales", "biases"))
+    grouping = Grouping("affine", int(bits), int(size))
+    expected = GroupedTensor(words, scales, biases, grouping, (4, 128), "bfloat16")
+    read = codes.as_read(Box(0, 4, 0, codes.shape[1]), read_tensor(words).reshape(4, -1))
+    assert np.array_equal(read, read_tensor(expected).reshape(4, -1))
+
+
+@given(st.data())
+def test_packed_codes_come_back(data: st.DataObject) -> None:
+    bits = data.draw(st.sampled_from(BITS))
+    rows, eights = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
+    codes = data.draw(
+        st.lists(
+            st.integers(0, (1 << bits) - 1), min_size=rows * eights * 8, max_size=rows * eights * 8
+        )
     )
+    matrix = np.array(codes, np.uint8).reshape(rows, -1)
+    made = packed(matrix, bits)
+    assert made.shape == (rows, eights * bits)
+    assert np.array_equal(unpacked(made, bits), matrix)
+
+
+def test_a_value_that_is_not_finite_is_refused(stored: dict[str, LazyTensor]) -> None:
+    class WithInfinity:
+        shape, dtype = (1, 32), "float32"
+
+        def read_into(
+            self, box: Box, out: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
+        ) -> None:
+            np.copyto(out, np.full((1, box.cols), np.inf, np.float32).view(np.uint8))
+
+    codes = AffineCodes(AffineGroups(WithInfinity(), "layers.0.x", 4, 32), Rounding())
+    with pytest.raises(NotExpressible, match=r"layers\.0\.x: holds values that are not finite"):
+        read_tensor(codes)

@@ -66,8 +66,8 @@ Saver = Annotated[
     str,
     typer.Option(
         "--saver",
-        help="Output format: core, legacy, dcp, deepspeed, hf, llama_mistral, gguf, trtllm or peft (`megaconv formats` describes them). A "
-        "Megatron checkpoint for which sizes are given keeps its format without it.",
+        help="Output format: core, legacy, dcp, deepspeed, hf, llama_mistral, gguf, mlx, trtllm or peft "
+        "(`megaconv formats` describes them). A Megatron checkpoint for which sizes are given keeps its format without it.",
         rich_help_panel=INPUT_AND_OUTPUT,
     ),
 ]

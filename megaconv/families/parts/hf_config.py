@@ -10,8 +10,12 @@ from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, UnknownFamily, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
-QUANT_METHODS = ("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes")
-"""Supported values of quant_method in config.json."""
+MLX = "mlx"
+QUANT_METHODS = (
+    *("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes"),
+    MLX,
+)
+"""Supported values of quant_method in config.json. MLX's description names no method."""
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -42,7 +46,7 @@ def _require_names(config: Mapping[str, Any], path: Path) -> None:
         raise CorruptCheckpoint(f"{path}: model_type should be a name, found {kind!r:.60}")
 
 
-QUANTIZATION = "quantization_config"
+QUANTIZATION, _QUANTIZATION_OF_MLX = "quantization_config", "quantization"
 
 
 def quantization(config: Mapping[str, Any]) -> Any:
@@ -52,13 +56,14 @@ def quantization(config: Mapping[str, Any]) -> Any:
     given = config.get(QUANTIZATION) or (
         inside.get(QUANTIZATION) if isinstance(inside, Mapping) else None
     )
-    of_mlx = config.get("quantization")
-    return of_mlx if not given and _is_of_mlx(of_mlx) else given
+    of_mlx = config.get(_QUANTIZATION_OF_MLX)
+    return of_mlx if not given and is_of_mlx(of_mlx) else given
 
 
-def _is_of_mlx(given: Any) -> bool:
+def is_of_mlx(given: Any) -> bool:
     """True for MLX's description of quantized weights, which names no method."""
-    return isinstance(given, Mapping) and {"bits", "group_size"} <= given.keys()
+    has_keys = isinstance(given, Mapping) and {"bits", "group_size"} <= given.keys()
+    return has_keys and "quant_method" not in given
 
 
 _EXPERT_DTYPE = "expert_dtype"
@@ -83,7 +88,7 @@ def quant_method(config: Mapping[str, Any], where: str) -> str | None:
     given = quantization(config)
     if not given:
         return None
-    unnamed = "MLX" if _is_of_mlx(given) else "unknown"
+    unnamed = MLX if is_of_mlx(given) else "unknown"
     method = given.get("quant_method", unnamed) if isinstance(given, Mapping) else given
     if method not in QUANT_METHODS:
         raise UnsupportedInput(
@@ -127,7 +132,7 @@ def updated(
     if dtype is not None:
         merged["dtype" if "dtype" in given else "torch_dtype"] = dtype
     merged.setdefault("architectures", now["architectures"])
-    for key in (QUANTIZATION, _EXPERT_DTYPE):
+    for key in (QUANTIZATION, _QUANTIZATION_OF_MLX, _EXPERT_DTYPE):
         merged.pop(key, None)  # the weights are no longer quantized
     if changes.keys() & set(_ROPE):
         merged = {

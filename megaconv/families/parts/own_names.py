@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import UnsupportedInput
-from megaconv.families.parts.hf_config import as_file, quant_method
+from megaconv.families.parts.hf_config import MLX, as_file, quant_method
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.model.config import ModelConfig
@@ -32,10 +32,9 @@ def without_family(raw: Mapping[str, Any], reason: str) -> ModelConfig:
 def _is_read(raw: Mapping[str, Any]) -> bool:
     """True if the weights are plain, or quantized by a method that megaconv reads."""
     try:
-        quant_method(raw, CONFIG_NAME)
+        return quant_method(raw, CONFIG_NAME) != MLX
     except UnsupportedInput:
         return False
-    return True
 
 
 def config_of_own_names(model: OwnNames, dtype: str) -> bytes:

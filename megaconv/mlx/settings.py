@@ -1,0 +1,145 @@
+"""Reads the `quantization` of an MLX config.json, and takes the quantized weights of a model apart.
+
+    {"group_size": 64, "bits": 4, "mode": "affine",                             the whole model
+     "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8},                  a module with settings of its own
+     "lm_head": false}                                                          a module that isn't quantized
+
+A quantized module has `weight`, `scales` and, for the mode `affine`, `biases`. Source: mlx-lm 0.32, load_model.
+"""
+
+import logging
+from collections.abc import Mapping
+from math import prod
+from typing import Any, cast
+
+from formats.tensor import LazyTensor, matrix_shape
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
+from megaconv.families.parts.hf_config import is_of_mlx
+from megaconv.values.beside_weights import needed
+from megaconv.values.mlx_groups import WORD_BITS, GroupedTensor, Grouping
+from megaconv.values.settings import value_of
+
+_log = logging.getLogger("megaconv")
+
+KEYS = ("quantization", "quantization_config")
+"""The keys of config.json under which mlx-lm writes the same description."""
+AFFINE = "affine"
+_SIZES = {AFFINE: (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
+"""Mode -> the sizes of groups."""
+_BITS = {AFFINE: (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+_FLOATS = ("float16", "bfloat16", "float32")
+_SCALES, _BIASES, _GLOBAL_SCALE = ".scales", ".biases", ".global_scale"
+
+
+def mlx_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """MLX's description in a config.json; None if the weights are plain. mlx-lm writes it under both keys."""
+    for key in KEYS:
+        given = config.get(key)
+        if is_of_mlx(given):
+            return cast("Mapping[str, Any]", given)
+    return None
+
+
+def grouping_of(settings: Mapping[str, Any], where: str) -> Grouping:
+    """The form of a weight, or of the whole model. Raises CorruptCheckpoint, and UnsupportedInput for an unknown form."""
+    mode = value_of({"mode": AFFINE, **settings}, "mode", str, where)
+    bits = value_of(settings, "bits", int, where)
+    size = value_of(settings, "group_size", int, where)
+    if mode not in _SIZES or size not in _SIZES[mode] or bits not in _BITS[mode]:
+        raise UnsupportedInput(
+            f"{where}: MLX's mode {mode!r:.40} with {bits} bits in groups of {size}; supported are "
+            f"{AFFINE} with {', '.join(map(str, _BITS[AFFINE]))} bits in groups of {', '.join(map(str, _SIZES[AFFINE]))}, "
+            "mxfp4 and mxfp8 in groups of 32, and nvfp4 in groups of 16"
+        )
+    return Grouping(mode, bits, size)
+
+
+def dequantized(
+    tensors: Mapping[str, LazyTensor],
+    settings: Mapping[str, Any] | None,
+    dtype: str | None,
+    where: str,
+) -> dict[str, LazyTensor]:
+    """The same tensors, with plain tensors in place of words, scales and biases.
+
+    settings: MLX's description; None: no tensor may have scales. dtype: of dequantized tensors; None: that of the scales,
+    or bfloat16 if the scales are codes. Raises TensorMismatch if a part is missing or doesn't fit.
+    """
+    found: dict[str, LazyTensor] = {}
+    widths: set[int] = set()
+    for name, tensor in tensors.items():
+        module, _, last = name.rpartition(".")
+        if f".{last}" in (_SCALES, _BIASES):
+            needed(f"{module}.weight", tensors, where)
+            needed(module + _SCALES, tensors, where)
+            continue
+        if f".{last}" == _GLOBAL_SCALE:
+            raise UnsupportedInput(
+                f"{where}: {name} scales a whole tensor, which isn't supported; quantize the model without --global-scale"
+            )
+        if last == "weight" and tensor.dtype == "uint32":
+            needed(module + _SCALES, tensors, where)
+        if last != "weight" or module + _SCALES not in tensors:
+            found[name] = tensor
+            continue
+        grouping = _grouping_of_module(module, settings, where)
+        widths.add(grouping.bits)
+        found[name] = _plain(module, tensors, grouping, dtype, where)
+    if widths:
+        _log.warning(
+            "%s: weights were rounded to %s bits before: they are not those of the original model",
+            where,
+            " or ".join(map(str, sorted(widths))),
+        )
+    return found
+
+
+def _grouping_of_module(module: str, settings: Mapping[str, Any] | None, where: str) -> Grouping:
+    if settings is None:
+        raise TensorMismatch(
+            f"{where}: {module} has scales, and config.json has no `{KEYS[0]}`; copy the model's own config.json"
+        )
+    own = settings.get(module, settings)
+    if not isinstance(own, Mapping):
+        raise CorruptCheckpoint(
+            f"{where}: {module} has scales, and config.json says {own!r:.40} for it"
+        )
+    return grouping_of(own, f"{where}: {KEYS[0]} of {module}")
+
+
+def _plain(
+    module: str,
+    tensors: Mapping[str, LazyTensor],
+    grouping: Grouping,
+    dtype: str | None,
+    where: str,
+) -> GroupedTensor:
+    words, scales = tensors[f"{module}.weight"], tensors[module + _SCALES]
+    is_affine = grouping.mode == AFFINE
+    biases = needed(module + _BIASES, tensors, where) if is_affine else None
+    _, columns = matrix_shape(words.shape)
+    columns = columns * WORD_BITS // grouping.bits
+    shape = (*words.shape[:-1], columns)
+    grid = (*words.shape[:-1], columns // grouping.size)
+    has_dtypes = words.dtype == "uint32" and (
+        scales.dtype in _FLOATS if is_affine else scales.dtype == "uint8"
+    )
+    fits = (
+        len(words.shape) > 1
+        and tuple(scales.shape) == grid
+        and prod(grid) * grouping.size == prod(shape)
+    )
+    if not has_dtypes or not fits:
+        expected = "floats" if is_affine else "uint8"
+        raise TensorMismatch(
+            f"{where}: {module}.weight is {list(words.shape)} {words.dtype} with scales {list(scales.shape)} {scales.dtype}; "
+            f"expected uint32 with {list(grid)} {expected}, by {grouping.bits} bits in groups of {grouping.size}",
+            code="misshapen-tensor",
+        )
+    if biases is not None and (tuple(biases.shape), biases.dtype) != (grid, scales.dtype):
+        raise TensorMismatch(
+            f"{where}: {module}{_BIASES} is {list(biases.shape)} {biases.dtype}; expected {list(grid)} {scales.dtype}",
+            code="misshapen-tensor",
+        )
+    plain = dtype or (scales.dtype if is_affine else "bfloat16")
+    return GroupedTensor(words, scales, biases, grouping, shape, plain)

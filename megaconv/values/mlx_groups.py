@@ -1,0 +1,98 @@
+"""Dequantizes MLX's weights, whose neighbours in a row share a scale, while they are read.
+
+    affine     codes of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128:    code * scale + bias of the group
+    mxfp4      E2M1 of 4 bits in groups of 32, with a power of two:            value * 2 ^ (scale - 127)
+    mxfp8      float8_e4m3fn in groups of 32, with a power of two:             value * 2 ^ (scale - 127)
+    nvfp4      E2M1 of 4 bits in groups of 16, with a float8_e4m3fn:           value * scale
+
+A row is a sequence of bits, the lowest first, which MLX stores as uint32. No group begins inside a word. Products and sums
+are computed in float32 and then rounded to nearest even, once. Source: mlx 0.32, mlx.core.quantize.
+"""
+
+from dataclasses import dataclass
+
+from formats.lazy_numpy import Floats, np
+from formats.tensor import Box, Bytes, LazyTensor, Part, Shape, announce
+from megaconv.values.four_bits import fp4_pairs, powers
+from megaconv.values.rounding import rounded
+from megaconv.values.scaled import fp8_values, read_bytes, read_floats
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The form of a quantized weight."""
+
+    mode: str
+    """`affine`, `mxfp4`, `mxfp8` or `nvfp4`."""
+    bits: int
+    size: int
+    """Elements of a row that share a scale."""
+
+
+@dataclass(frozen=True)
+class GroupedTensor:
+    """A tensor [..., in] of codes in groups, as plain numbers."""
+
+    words: LazyTensor
+    """[..., in * bits / 32] uint32."""
+    scales: LazyTensor
+    """[..., in / size]: floats for `affine`, otherwise codes in uint8."""
+    biases: LazyTensor | None
+    """[..., in / size], for `affine`."""
+    grouping: Grouping
+    shape: Shape
+    dtype: str
+
+    def announce(self, part: Part) -> None:
+        """Have the bytes of a part of the codes fetched ahead."""
+        announce(self.words, part)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        bits, size = self.grouping.bits, self.grouping.size
+        first, last = box.col0 // size, -(-box.col1 // size)
+        groups = Box(box.row0, box.row1, first, last)
+        words = Box(
+            box.row0, box.row1, first * size * bits // WORD_BITS, last * size * bits // WORD_BITS
+        )
+        codes = unpacked(read_bytes(self.words, words, itemsize=4), bits)
+        values = self._values(codes).reshape(box.rows, last - first, size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= self._scales(groups)[:, :, None]
+            if self.biases is not None:
+                values += read_floats(self.biases, groups)[:, :, None]
+        start = box.col0 - first * size
+        wanted = values.reshape(box.rows, -1)[:, start : start + box.cols]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+    def _values(self, codes: Bytes) -> Floats:
+        """The numbers that codes stand for, before they are scaled."""
+        if self.grouping.mode == "affine":
+            return codes.astype(np.float32)
+        if self.grouping.mode == "mxfp8":
+            return fp8_values()[codes]
+        found: Floats = fp4_pairs()[codes, 0]
+        return found
+
+    def _scales(self, groups: Box) -> Floats:
+        if self.grouping.mode == "affine":
+            return read_floats(self.scales, groups)
+        stored = read_bytes(self.scales, groups)
+        return fp8_values()[stored] if self.grouping.mode == "nvfp4" else powers()[stored]
+
+
+def unpacked(stored: Bytes, bits: int) -> Bytes:
+    """Bytes of rows [rows, bytes] -> one byte for each code [rows, codes]."""
+    rows = len(stored)
+    if bits == 8:
+        return stored
+    if bits == 4:
+        return np.stack([stored & 15, stored >> 4], axis=-1).reshape(rows, -1)
+    # Eight codes fill as many bytes as a code has bits.
+    eight = np.zeros((rows, stored.shape[1] // bits, 8), np.uint8)
+    eight[:, :, :bits] = stored.reshape(rows, -1, bits)
+    shifts = np.arange(0, 8 * bits, bits, dtype=np.uint64)
+    codes = eight.view("<u8") >> shifts & np.uint64((1 << bits) - 1)
+    found: Bytes = codes.astype(np.uint8).reshape(rows, -1)
+    return found

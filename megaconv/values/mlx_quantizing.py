@@ -1,0 +1,201 @@
+"""Quantizes weights as MLX's mode `affine` does: codes of 2 to 8 bits, with a scale and a bias per group of a row.
+
+    edge = the number of the group that is farther from zero, of its largest and its smallest
+    scale = (largest - smallest) / (2 ^ bits - 1), at least 1e-7, negative if edge is the largest
+    if round(edge / scale) isn't 0:    scale = edge / round(edge / scale), bias = edge;    otherwise bias = 0
+    code = (w - bias) / scale to the nearest integer from 0 to 2 ^ bits - 1, a tie to the even one
+
+All of this is computed in float32. Scale and bias are then rounded to the dtype of the weight. `mlx_groups.py` is the
+inverse. Some norms are stored with 1 added, which is rounded too. Source: mlx 0.32, mlx.core.quantize.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from formats.lazy_numpy import Floats, np
+from formats.tensor import ITEMSIZE, Box, Bytes, ComputedTensor, LazyTensor, Shape
+from megaconv.errors import NotExpressible
+from megaconv.model.ir import TensorInfo
+from megaconv.values import rounding
+from megaconv.values.fp8_blocks import AT_ONCE, Rounding, read_floats
+from megaconv.values.mlx_groups import WORD_BITS, unpacked
+from megaconv.values.scaled import read_bytes
+from megaconv.values.shifted import add
+
+_LEAST_SCALE = 1e-7
+_WORD_BYTES = WORD_BITS // 8
+
+
+@dataclass(frozen=True)
+class AffineGroups:
+    """A weight to be quantized."""
+
+    source: LazyTensor
+    name: str
+    """The tensor's name for messages."""
+    bits: int
+    size: int
+    """Elements of a row that share a scale. A row has whole groups."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of scales and biases, and of the weight for its readers."""
+        return self.source.dtype
+
+    def columns(self, per_group: int) -> Shape:
+        """The shape of a tensor with so many columns for each group of a row."""
+        *outer, cols = self.source.shape
+        return (*outer, cols // self.size * per_group)
+
+    def parts(self, box: Box) -> "Iterator[Box]":
+        """Yield ranges of a rectangle's rows, each as a rectangle of all groups of its rows."""
+        cols = self.source.shape[-1]
+        step = max(1, AT_ONCE // cols)
+        for row in range(box.row0, box.row1, step):
+            yield Box(row, min(row + step, box.row1), 0, cols // self.size)
+
+    def numbers(self, groups: Box) -> Floats:
+        """The numbers [rows, groups, size] of a rectangle of groups. Raises NotExpressible for one that isn't finite."""
+        box = Box(groups.row0, groups.row1, groups.col0 * self.size, groups.col1 * self.size)
+        found = read_floats(self.source, box).reshape(box.rows, groups.cols, self.size)
+        if not np.isfinite(found).all():
+            raise NotExpressible(
+                f"{self.name}: holds values that are not finite, which {self.bits} bits can't express"
+            )
+        return found
+
+    def scales_and_biases(self, numbers: Floats) -> tuple[Floats, Floats]:
+        """(scales, biases) [rows, groups, 1] of numbers, before they are rounded."""
+        largest, smallest = numbers.max(axis=2, keepdims=True), numbers.min(axis=2, keepdims=True)
+        begins_small = np.abs(smallest) > np.abs(largest)
+        edge = np.where(begins_small, smallest, largest)
+        steps = np.float32((1 << self.bits) - 1)
+        scale = np.maximum((largest - smallest) / steps, np.float32(_LEAST_SCALE))
+        scale = np.where(begins_small, scale, -scale)
+        of_edge = np.rint(edge / scale)
+        has_bias = of_edge != 0
+        scale = np.divide(edge, of_edge, out=scale, where=has_bias)
+        return scale, np.where(has_bias, edge, np.float32(0))
+
+    def codes(self, numbers: Floats, scales: Floats, biases: Floats) -> Bytes:
+        """The codes [rows, groups, size] of numbers, one in each byte."""
+        most = np.float32((1 << self.bits) - 1)
+        found: Bytes = np.rint((numbers - biases) / scales).clip(0, most).astype(np.uint8)
+        return found
+
+    def read(self, codes: Bytes, scales: Floats, biases: Floats) -> Floats:
+        """The numbers that a reader gets for codes, before they are rounded."""
+        return codes * self._rounded(scales) + self._rounded(biases)
+
+    def _rounded(self, numbers: Floats) -> Floats:
+        stored = rounding.rounded(np.ascontiguousarray(numbers), self.dtype).reshape(-1)
+        return rounding.exact(stored, self.dtype).astype(np.float32).reshape(numbers.shape)
+
+
+@dataclass(frozen=True)
+class AffineCodes:
+    """The codes as a tensor of words [..., cols * bits / 32]."""
+
+    groups: AffineGroups
+    errors: Rounding
+    dtype: str = "uint32"
+    whole_rows: bool = True
+    """A block of the engine has whole rows, because a word may hold a part of a code."""
+
+    @property
+    def shape(self) -> Shape:
+        return self.groups.columns(self.groups.size * self.groups.bits // WORD_BITS)
+
+    @property
+    def read(self) -> TensorInfo:
+        """Shape and dtype of the tensor after dequantization."""
+        return TensorInfo(self.groups.source.shape, self.groups.dtype)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        for part in self.groups.parts(box):
+            numbers = self.groups.numbers(part)
+            scales, biases = self.groups.scales_and_biases(numbers)
+            codes = self.groups.codes(numbers, scales, biases)
+            self.errors.add(self.groups.read(codes, scales, biases) - numbers)
+            words = packed(codes.reshape(part.rows, -1), self.groups.bits)
+            place = out[part.row0 - box.row0 : part.row1 - box.row0]
+            np.copyto(place, words[:, box.col0 * _WORD_BYTES : box.col1 * _WORD_BYTES])
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """The dequantized bytes of whole rows. Fingerprints are computed from these."""
+        cols, dtype = self.groups.source.shape[-1], self.groups.dtype
+        read = np.empty((box.rows, cols * ITEMSIZE[dtype]), np.uint8)
+        for part in self.groups.parts(box):
+            # The scales aren't in `stored`, so they are computed again from the source.
+            scales, biases = self.groups.scales_and_biases(self.groups.numbers(part))
+            rows = slice(part.row0 - box.row0, part.row1 - box.row0)
+            codes = unpacked(stored[rows], self.groups.bits).reshape(part.rows, part.cols, -1)
+            numbers = self.groups.read(codes, scales, biases).reshape(part.rows, cols)
+            np.copyto(read[rows], rounding.rounded(numbers, dtype))
+        return read
+
+
+@dataclass(frozen=True)
+class AffineScales:
+    """The scales or the biases as a tensor [..., cols / size of a group]."""
+
+    groups: AffineGroups
+    of_biases: bool
+    whole_rows: bool = True
+
+    @property
+    def dtype(self) -> str:
+        return self.groups.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.groups.columns(1)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        itemsize = ITEMSIZE[self.dtype]
+        for part in self.groups.parts(box):
+            found = self.groups.scales_and_biases(self.groups.numbers(part))[self.of_biases]
+            stored = rounding.rounded(np.ascontiguousarray(found[:, :, 0]), self.dtype)
+            place = out[part.row0 - box.row0 : part.row1 - box.row0]
+            np.copyto(place, stored[:, box.col0 * itemsize : box.col1 * itemsize])
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """No bytes: a reader of the output gets no such tensor."""
+        return stored[:0]
+
+
+@dataclass(frozen=True)
+class PlusOne(ComputedTensor):
+    """Another tensor with 1 added, rounded to its dtype."""
+
+    errors: Rounding
+
+    @property
+    def read(self) -> TensorInfo:
+        """Shape and dtype of the tensor for its readers, who subtract 1 again."""
+        return TensorInfo(self.shape, self.dtype)
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        values = read_bytes(self.source, box, ITEMSIZE[self.dtype])
+        stored = add(values, self.dtype, 1)
+        read = rounding.exact(add(stored, self.dtype, -1), self.dtype)
+        self.errors.add((read - rounding.exact(values, self.dtype)).astype(np.float32))
+        np.copyto(out, stored)
+
+    def as_read(self, box: Box, stored: Bytes) -> Bytes:
+        """The bytes after the subtraction. Fingerprints are computed from these."""
+        return add(np.ascontiguousarray(stored), self.dtype, -1)
+
+
+def packed(codes: Bytes, bits: int) -> Bytes:
+    """One byte for each code [rows, codes] -> the bytes of rows [rows, bytes]."""
+    if bits == 8:
+        return codes
+    if bits == 4:
+        return codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+    # Eight codes fill as many bytes as a code has bits.
+    eight = codes.reshape(len(codes), -1, 8).astype(np.uint64)
+    eight <<= np.arange(0, 8 * bits, bits, dtype=np.uint64)
+    words = np.bitwise_or.reduce(eight, axis=2).astype("<u8")
+    found = words[:, :, None].view(np.uint8)[:, :, :bits]
+    return np.ascontiguousarray(found).reshape(len(codes), -1)

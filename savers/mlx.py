@@ -1,0 +1,156 @@
+"""MLX for mlx-lm: config.json, tokenizer files and sharded safetensors, plain or quantized as `mlx_lm.convert -q` does."""
+
+import json
+from typing import Any
+
+from formats.output import FileLayout, PlainFile
+from formats.safetensors import SafetensorsLayout, index_json, shard
+from formats.tensor import Shape, byte_count
+from formats.wording import counted
+from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
+from megaconv.engine.sidecars import small_files
+from megaconv.errors import NotExpressible
+from megaconv.families import Family, family
+from megaconv.families.parts.hf_config import as_file
+from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.mlx.names import (
+    INSIDE,
+    ROPE_IN_ONE_PLACE,
+    WRITTEN,
+    as_in_mlx,
+    is_shifted,
+    mlx_rows,
+    wrapper_of,
+)
+from megaconv.mlx.quantization import OPTIONS, affine_forms, affine_of, with_scales
+from megaconv.mlx.settings import KEYS
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megaconv.model.ir import Header, Key
+from megaconv.model.naming import MLX
+from megaconv.model.natives import NativeTensor, unsharded_tensors
+from megaconv.options import SaveOptions
+from megaconv.saver import Saver
+from megaconv.values.forms import LEFT_OUT, PLUS_ONE, Form
+
+_METADATA = {"format": "mlx"}
+
+
+def uses(options: SaveOptions) -> tuple[str, ...]:
+    """Fields of the options that this saver uses."""
+    return ("max_shard_bytes",)
+
+
+def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
+    """The form of each tensor that is stored otherwise. Raises UsageError, and NotExpressible for another family."""
+    affine = affine_of(options.extra)
+    natives = _natives(header.config)
+    found = {} if affine is None else affine_forms(natives, affine)
+    name = header.config.family
+    shifted = [native for native in natives if is_shifted(name, native.name)]
+    found |= {Key(part): Form(PLUS_ONE) for native in shifted for part in native.parts}
+    predicting = (key for key in header.manifest if key.name.startswith("mtp."))
+    return found | dict.fromkeys(predicting, Form(LEFT_OUT))
+
+
+def plan(header: Header, options: SaveOptions) -> OutputPlan:
+    """The plan of an output. Raises NotExpressible if the family has no config.json for this model.
+
+    header: describes tensors in the form that forms() returns.
+    """
+    stored = [each for native in _natives(header.config) for each in with_scales(native, header)]
+    prefix = INSIDE if wrapper_of(header.config.family) else ""
+    tensors = [
+        (prefix + native.name, as_in_mlx(native.shape), native_dtype(header, native))
+        for native in stored
+    ]
+    files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(_config_json(header, options))}
+    files |= small_files(header)
+    file_of = _add_weight_files(files, tensors, options.max_shard_bytes)
+    placements: dict[Key, list[Placement]] = {}
+    for native in stored:
+        record = prefix + native.name
+        add_placements(placements, header, native, file_of[record], record)
+    return OutputPlan(files, placements, notices=_notices(header, options))
+
+
+def _config_json(header: Header, options: SaveOptions) -> bytes:
+    """The model's own config.json, completed by the keys that mlx-lm expects, with MLX's quantization."""
+    config = changed(header.config, {"mtp_layers": 0})
+    table = family(config.family)
+    own: dict[str, Any] = json.loads(table.config_json(config, header.training.arguments))
+    # A config.json of transformers 5 has its rope in another place than mlx-lm looks for it.
+    raw = {**table.write_hf(config), **own}
+    if config.family in ROPE_IN_ONE_PLACE:
+        scaling = raw.get("rope_scaling") or {"rope_type": "default"}
+        raw.setdefault("rope_parameters", {"rope_theta": raw["rope_theta"], **scaling})
+    wrapper = wrapper_of(config.family)
+    if wrapper is not None:
+        raw = {**wrapper, "tie_word_embeddings": config.tie_embeddings, "text_config": raw}
+    affine = affine_of(options.extra)
+    if affine is not None:
+        raw |= dict.fromkeys(KEYS, affine.settings)
+    return as_file(raw)
+
+
+def _add_weight_files(
+    files: dict[str, FileLayout], tensors: list[tuple[str, Shape, str]], max_shard_bytes: int
+) -> dict[str, str]:
+    """Add all weight files and their index to `files`. Returns the file of each tensor."""
+    shards = shard(tensors, max_shard_bytes)
+    file_of: dict[str, str] = {}
+    for number, members in enumerate(shards, start=1):
+        is_only = len(shards) == 1
+        file = "model" if is_only else f"model-{number:05d}-of-{len(shards):05d}"
+        infos = {name: (shape, dtype) for name, shape, dtype in members}
+        files[f"{file}.safetensors"] = SafetensorsLayout(infos, _METADATA)
+        file_of |= dict.fromkeys(infos, f"{file}.safetensors")
+    if len(shards) > 1:
+        total = sum(byte_count(shape, dtype) for _, shape, dtype in tensors)
+        files["model.safetensors.index.json"] = PlainFile(index_json(file_of, total))
+    return file_of
+
+
+def _notices(header: Header, options: SaveOptions) -> list[str]:
+    found = []
+    affine = affine_of(options.extra)
+    if affine is not None:
+        found.append(
+            f"weights of linear layers and embeddings are rounded to {affine.bits} bits with a scale and a bias for each "
+            f"{affine.size} of a row; fingerprints are of the values that are read back"
+        )
+    if header.config.mtp_layers:
+        found.append(
+            f"{counted(header.config.mtp_layers, 'MTP layer')} left out: mlx-lm has none; outputs don't change"
+        )
+    return found
+
+
+def _family(config: ModelConfig) -> Family:
+    if config.family == "gpt_oss":
+        raise NotExpressible(
+            "--saver mlx: gpt_oss is read by mlx-lm in OpenAI's own form; use --saver hf --quantize mxfp4"
+        )
+    if config.family not in WRITTEN:
+        raise NotExpressible(
+            f"--saver mlx: {config.family} is not supported; docs/mlx.md lists the families that are. For any other family, use "
+            "--saver hf and then mlx_lm.convert"
+        )
+    return family(config.family)
+
+
+def _natives(config: ModelConfig) -> list[NativeTensor]:
+    config = changed(config, {"mtp_layers": 0})
+    found = unsharded_tensors(mlx_rows(_family(config)), config, MLX)
+    return [native for native in found if native.copy is None]
+
+
+SAVER = Saver(
+    name="mlx",
+    description="MLX for mlx-lm: sharded *.safetensors, plain or quantized to 2 to 8 bits",
+    plan=plan,
+    options=OPTIONS,
+    uses=uses,
+    forms=forms,
+    reads_back=True,
+)

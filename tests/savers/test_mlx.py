@@ -1,0 +1,157 @@
+"""MLX's output: the bytes that mlx-lm writes for the same model, and codes that come back.
+
+tests/fixtures/mlx/families.json has a model of each family, and a digest of the weights that mlx-lm 0.32.2 made of it
+(`mlx_oracle.py`).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+import megaconv
+from megaconv.mlx.names import WRITTEN, is_shifted
+from tests.conftest import FIXTURES
+from tests.mlx_oracle import cases, digest, write_source
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+
+CASES = cases()
+
+
+def write(name: str, tmp_path: Path) -> tuple[Path, bool]:
+    """(a Hugging Face directory, True if the model is inside a multimodal one)."""
+    config = CASES[name]["config"]
+    return write_source(tmp_path / "source", config), "text_config" in config
+
+
+def test_every_family_is_compared() -> None:
+    assert set(WRITTEN) <= {name.partition(",")[0] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_mlx_lm_and_come_back(name: str, tmp_path: Path) -> None:
+    source, is_inside = write(name, tmp_path)
+    made = megaconv.convert(source, tmp_path / "mlx", saver="mlx", text_only=is_inside, verify=True)
+    assert digest(tmp_path / "mlx") == CASES[name]["digest"]
+    back = megaconv.convert(tmp_path / "mlx", tmp_path / "hf", saver="hf")
+    assert back.fingerprint == made.fingerprint
+    if not is_shifted(made.header.config.family, "model.norm.weight"):
+        assert made.fingerprint == megaconv.fingerprint(source, text_only=is_inside)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_come_back(name: str, tmp_path: Path) -> None:
+    source, is_inside = write(name, tmp_path)
+    options = {"bits": "4", "group_size": "32"}
+    made = megaconv.convert(
+        source, tmp_path / "mlx", saver="mlx", text_only=is_inside, verify=True, options=options
+    )
+    back = megaconv.convert(tmp_path / "mlx", tmp_path / "hf", saver="hf")
+    assert back.fingerprint == made.fingerprint
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return write_llama(tmp_path / "model", hidden=64, ffn=128)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("size", [None, 32])
+def test_config_json_describes_the_codes(
+    bits: int, size: int | None, llama: Path, tmp_path: Path
+) -> None:
+    options = {"bits": str(bits)} | ({} if size is None else {"group_size": str(size)})
+    megaconv.convert(llama, tmp_path / "mlx", saver="mlx", options=options, verify=True)
+    config = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    expected = {"group_size": size or 64, "bits": bits, "mode": "affine"}
+    assert config["quantization"] == config["quantization_config"] == expected
+    with safe_open(tmp_path / "mlx" / "model.safetensors", "np") as file:
+        names = set(file.keys())
+        assert file.metadata()["format"] == "mlx"
+    quantized = {name.removesuffix(".scales") for name in names if name.endswith(".scales")}
+    assert {"model.embed_tokens", "lm_head", "model.layers.0.self_attn.q_proj"} <= quantized
+    assert "model.norm" not in quantized
+
+
+def test_a_width_that_is_no_multiple_of_the_group_stays_plain(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "model", hidden=64, ffn=56)
+    megaconv.convert(source, tmp_path / "mlx", saver="mlx", options={"bits": "4"}, verify=True)
+    with safe_open(tmp_path / "mlx" / "model.safetensors", "np") as file:
+        names = set(file.keys())
+    assert "model.layers.0.mlp.up_proj.scales" in names
+    assert "model.layers.0.mlp.down_proj.scales" not in names
+
+
+def test_shards_have_an_index(llama: Path, tmp_path: Path) -> None:
+    whole = megaconv.convert(llama, tmp_path / "whole", saver="mlx", options={"bits": "4"})
+    made = megaconv.convert(
+        llama,
+        tmp_path / "mlx",
+        saver="mlx",
+        options={"bits": "4"},
+        max_shard_size=20_000,
+        verify=True,
+    )
+    assert made.fingerprint == whole.fingerprint
+    index = json.loads((tmp_path / "mlx" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert "model.layers.0.mlp.up_proj.biases" in index["weight_map"]
+
+
+def test_megatron_becomes_mlx(llama: Path, tmp_path: Path) -> None:
+    megaconv.convert(llama, tmp_path / "core", saver="core", tp=2, pp=2)
+    expected = megaconv.convert(llama, tmp_path / "a", saver="mlx", options={"bits": "6"})
+    found = megaconv.convert(tmp_path / "core", tmp_path / "b", saver="mlx", options={"bits": "6"})
+    assert found.fingerprint == expected.fingerprint
+    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+
+
+def test_layers_for_predicting_further_tokens_are_left_out(tmp_path: Path) -> None:
+    config = dict(CASES["deepseek_v3"]["config"])
+    source = write_source(tmp_path / "source", config, mtp=1)
+    done = run("convert", source, tmp_path / "mlx", "--saver", "mlx", "--verify")
+    assert done.status == 0
+    assert "1 MTP layer left out" in done.err
+    assert digest(tmp_path / "mlx") == CASES["deepseek_v3"]["digest"]
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4", "glm_moe_dsa"])
+def test_the_rope_is_where_mlx_lm_looks_for_it(name: str, tmp_path: Path) -> None:
+    config: dict[str, Any] = dict(CASES[name]["config"])
+    source = write_source(tmp_path / "source", config)
+    megaconv.convert(source, tmp_path / "core", saver="core", tp=1)
+    megaconv.convert(tmp_path / "core", tmp_path / "mlx", saver="mlx")
+    written = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    assert rope.items() <= written["rope_parameters"].items()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("bits=7",), "--option bits=7: is not supported; choose 2, 3, 4, 5, 6, 8"),
+        (
+            ("bits=4", "group_size=16"),
+            "--option group_size=16: is not supported; choose 32, 64, 128",
+        ),
+        (("group_size=32",), "--option group_size: is for a quantized output"),
+    ],
+)
+def test_unknown_options_are_refused(
+    options: tuple[str, ...], words: str, llama: Path, tmp_path: Path
+) -> None:
+    given = [word for option in options for word in ("--option", option)]
+    assert_refused(run("convert", llama, tmp_path / "mlx", "--saver", "mlx", *given), 2, words)
+    assert not (tmp_path / "mlx").exists()
+
+
+def test_other_families_are_refused(tmp_path: Path) -> None:
+    refused = run("convert", FIXTURES / "mlx" / "gpt_oss", tmp_path / "mlx", "--saver", "mlx")
+    assert_refused(refused, 2, "use --saver hf --quantize mxfp4")
+    llama = dict(CASES["llama"]["config"])
+    arcee = {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "hidden_act": "relu2"}
+    source = write_source(tmp_path / "model", llama | arcee)
+    assert_refused(run("convert", source, tmp_path / "mlx", "--saver", "mlx"), 2, "docs/mlx.md")
