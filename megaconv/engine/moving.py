@@ -35,8 +35,8 @@ class Moving:
         self._buffers, self._advance = buffers, advance
         self._itemsize = ITEMSIZE[tensor.dtype]
         self._hasher = None if advance is None else tensor_hasher(tensor)
-        # The dequantized bytes, if readers get other values than are stored.
-        self._as_read = getattr(tensor, "as_read", None)
+        # Reads the dequantized bytes too, if readers get other values than are stored.
+        self._read_both = getattr(tensor, "read_both", None)
         self.rows, self._cols = matrix_shape(tensor.shape)
 
     def blocks(self, block_bytes: int) -> Iterator[Box]:
@@ -57,11 +57,14 @@ class Moving:
     def move(self, box: Box) -> None:
         """Move one block."""
         block = self._buffers.block(box.rows, box.cols * self._itemsize)
-        self._tensor.read_into(box, block)
+        if self._read_both is None:
+            self._tensor.read_into(box, block)
+            read = block
+        else:
+            read = self._read_both(box, block)
         for each in self._destinations:
             each.write(box, block)
         if self._hasher is not None and self._advance is not None:
-            read = block if self._as_read is None else self._as_read(box, block)
             self._hasher.update(read.reshape(-1))
             self._advance(read.nbytes)
 

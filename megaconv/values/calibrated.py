@@ -207,20 +207,17 @@ class ByteCodes:
         return TensorInfo(self.shape, READ_AS)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
+        itemsize = ITEMSIZE[READ_AS]
+        read = np.empty((box.rows, box.cols * itemsize), np.uint8)
         for part in box_blocks(box, self.dtype, AT_ONCE):
             codes, scales = self.matrix.codes(part)
             numbers = self.matrix.read(part, codes, scales)
             self.errors.add(numbers - read_floats(self.matrix.source, part))
             np.copyto(window(out, box, part, 1), codes)
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
-        itemsize = ITEMSIZE[READ_AS]
-        read = np.empty((box.rows, box.cols * itemsize), np.uint8)
-        no_numbers = np.empty((0, 0), np.float32)  # the scales of FP8 and INT8 don't need them
-        for part in box_blocks(box, self.dtype, AT_ONCE):
-            scales = self.matrix.quantizer.scales_of(part, no_numbers)
-            numbers = self.matrix.read(part, window(stored, box, part, 1), scales)
             np.copyto(window(read, box, part, itemsize), rounding.rounded(numbers, READ_AS))
         return read
 
@@ -246,23 +243,24 @@ class NibbleCodes:
         return TensorInfo(self.matrix.source.shape, READ_AS)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
+        itemsize = ITEMSIZE[READ_AS]
+        read = np.empty((2 * box.rows, box.cols * itemsize), np.uint8)
+        lines = Box(2 * box.row0, 2 * box.row1, box.col0, box.col1)
         for part, whole in self._parts(box):
             codes, scales = self.matrix.codes(whole)
             numbers = self.matrix.read(whole, codes, scales)
             self.errors.add(numbers - read_floats(self.matrix.source, whole))
             low, high = codes[0::2] & 15, codes[1::2] << 4
             first = part.col0 - whole.col0
-            np.copyto(window(out, box, part, 1), (low | high)[:, first : first + part.cols])
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of a rectangle of whole rows."""
-        itemsize = ITEMSIZE[READ_AS]
-        read = np.empty((2 * box.rows, box.cols * itemsize), np.uint8)
-        lines = Box(2 * box.row0, 2 * box.row1, box.col0, box.col1)
-        for _, whole in self._parts(box):
-            codes, scales = self.matrix.codes(whole)
-            numbers = self.matrix.read(whole, codes, scales)
-            np.copyto(window(read, lines, whole, itemsize), rounding.rounded(numbers, READ_AS))
+            last = first + part.cols
+            np.copyto(window(out, box, part, 1), (low | high)[:, first:last])
+            wanted = np.ascontiguousarray(numbers[:, first:last])
+            place = window(read, lines, whole._replace(col0=part.col0, col1=part.col1), itemsize)
+            np.copyto(place, rounding.rounded(wanted, READ_AS))
         return read
 
     def _parts(self, box: Box) -> "list[tuple[Box, Box]]":
@@ -296,9 +294,10 @@ class GroupScales:
             stored = np.ascontiguousarray(scales, np.float32).view(np.uint8)
             np.copyto(window(out, box, part, itemsize), stored)
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,6 +311,7 @@ class OneScale:
     def read_into(self, box: Box, out: Bytes) -> None:
         np.copyto(out, np.array([[self.shared.scale]], np.float32).view(np.uint8))
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]

@@ -30,9 +30,10 @@ class Constant:
         itemsize = self.content.shape[1]
         out[:] = self.content[box.row0 : box.row1, :itemsize]
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 class Step(NamedTuple):

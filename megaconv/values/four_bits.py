@@ -63,7 +63,7 @@ class NvFp4Tensor:
         packed = read_bytes(self.packed, packed_box)
         group_scales = fp8_values()[read_bytes(self.scales, groups)]
         tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
-        values = _scaled(_nvfp4_pairs()[packed], group_scales * tensor_scale, NVFP4_GROUP)
+        values = _scaled(nvfp4_pairs()[packed], group_scales * tensor_scale, NVFP4_GROUP)
         np.copyto(out, rounded(np.ascontiguousarray(values[:, cols]), self.dtype))
 
 
@@ -97,7 +97,7 @@ def fp4_pairs() -> Floats:
 
 
 @cache
-def _nvfp4_pairs() -> Floats:
+def nvfp4_pairs() -> Floats:
     """The same for NVFP4, without the sign of a negative zero, as in ModelOpt."""
     return fp4_pairs() + np.float32(0)
 

@@ -132,20 +132,19 @@ class Fp8Values:
         return TensorInfo(self.shape, READ_AS)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
+        itemsize = ITEMSIZE[READ_AS]
+        read = np.empty((box.rows, box.cols * itemsize), np.uint8)
         for part in box_blocks(box, self.dtype, AT_ONCE):
             numbers, scales = self.blocks.read(part), self.blocks.scales_of(part)
             codes = e4m3(numbers / scales)
-            self.errors.add(e4m3_values(codes) * scales - numbers)
+            values = e4m3_values(codes) * scales
+            self.errors.add(values - numbers)
             np.copyto(window(out, box, part, 1), codes)
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
-        read = np.empty((box.rows, box.cols * ITEMSIZE[READ_AS]), np.uint8)
-        for part in box_blocks(box, self.dtype, AT_ONCE):
-            numbers = e4m3_values(window(stored, box, part, 1)) * self.blocks.scales_of(part)
-            np.copyto(
-                window(read, box, part, ITEMSIZE[READ_AS]), rounding.rounded(numbers, READ_AS)
-            )
+            np.copyto(window(read, box, part, itemsize), rounding.rounded(values, READ_AS))
         return read
 
 
@@ -164,9 +163,10 @@ class Fp8Scales:
         part = np.ascontiguousarray(self.blocks.scales[box.row0 : box.row1, box.col0 : box.col1])
         np.copyto(out, part.view(np.uint8))
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 def read_floats(tensor: LazyTensor, box: Box) -> Floats:
@@ -175,6 +175,16 @@ def read_floats(tensor: LazyTensor, box: Box) -> Floats:
     tensor.read_into(box, stored)
     numbers = rounding.exact(stored.reshape(-1), tensor.dtype).astype(np.float32)
     return numbers.reshape(box.rows, box.cols)
+
+
+def largest_of_groups(numbers: Floats) -> Floats:
+    """The largest magnitude of each group: [..., size] -> [..., 1]. size: a power of two. NaN counts as the largest."""
+    found = np.abs(numbers)
+    # Halves of all groups at once are compared much faster than the few elements of each group.
+    while found.shape[-1] > 1:
+        half = found.shape[-1] // 2
+        found = np.maximum(found[..., :half], found[..., half:])
+    return found
 
 
 def grid(shape: Shape) -> tuple[int, int]:

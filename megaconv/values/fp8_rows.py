@@ -76,9 +76,10 @@ class RowScales:
         part = np.ascontiguousarray(self.rows.scales_of(box))
         np.copyto(out, part.view(np.uint8))
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 def scales_shape(shape: Shape) -> Shape:

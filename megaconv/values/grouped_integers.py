@@ -17,7 +17,7 @@ from megaconv.errors import NotExpressible
 from megaconv.model.assembled import window
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
-from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, read_floats
+from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, largest_of_groups, read_floats
 from megaconv.values.integer_grids import scales_of_grids
 from megaconv.values.smoothed import round_to
 
@@ -57,7 +57,7 @@ class Groups:
         Raises NotExpressible for a value that isn't finite.
         """
         numbers = read_floats(self.source, box).reshape(box.rows, -1, self.size)
-        largest = np.abs(numbers).max(axis=2, initial=0, keepdims=True)
+        largest = largest_of_groups(numbers)
         if not np.isfinite(largest).all():
             raise NotExpressible(
                 f"{self.name}: holds values that are not finite, which INT{self.bits} can't express"
@@ -110,27 +110,26 @@ class PackedCodes:
         return TensorInfo(self.groups.source.shape, READ_AS)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
+        itemsize, per_word = ITEMSIZE[READ_AS], self.groups.per_word
+        read = np.empty((box.rows, box.cols * per_word * itemsize), np.uint8)
         for part, whole in self._parts(box):
             numbers, scales = self.groups.numbers_and_scales(whole)
             codes = self.groups.codes(numbers, scales)
             self.errors.add(self.groups.values(codes, scales) - numbers)
             words = self._words(codes.reshape(whole.rows, -1))
-            first = (part.col0 - whole.col0 // self.groups.per_word) * _WORD_BYTES
+            first = part.col0 - whole.col0 // per_word
+            last = first + part.cols
             place = window(out, box, part, _WORD_BYTES)
-            np.copyto(place, words[:, first : first + part.cols * _WORD_BYTES])
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
-        itemsize, per_word = ITEMSIZE[READ_AS], self.groups.per_word
-        read = np.empty((box.rows, box.cols * per_word * itemsize), np.uint8)
-        for part, whole in self._parts(box):
-            # The scales aren't in `stored`, so codes and scales are computed again from the source.
-            numbers, scales = self.groups.numbers_and_scales(whole)
-            values = self.groups.codes(numbers, scales).view(np.int8) * scales
-            first = part.col0 * per_word - whole.col0
-            wanted = values.reshape(whole.rows, -1)[:, first : first + part.cols * per_word]
+            np.copyto(place, words[:, first * _WORD_BYTES : last * _WORD_BYTES])
+            # A reader rounds the product once, to its own dtype.
+            products = (codes.view(np.int8) * scales).reshape(whole.rows, -1)
+            wanted = np.ascontiguousarray(products[:, first * per_word : last * per_word])
             place = window(read, box, part, per_word * itemsize)
-            np.copyto(place, rounding.rounded(np.ascontiguousarray(wanted), READ_AS))
+            np.copyto(place, rounding.rounded(wanted, READ_AS))
         return read
 
     def _words(self, codes: Bytes) -> Bytes:
@@ -176,6 +175,7 @@ class PackedScales:
             numbers = np.ascontiguousarray(scales[:, :, 0])
             np.copyto(window(out, box, part, itemsize), rounding.rounded(numbers, self.dtype))
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]

@@ -27,7 +27,7 @@ from megaconv.model.assembled import window
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
 from megaconv.values.four_bits import MXFP4_GROUP, fp4_pairs, powers
-from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, read_floats
+from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, largest_of_groups, read_floats
 from megaconv.values.nvfp4 import e2m1
 
 BLOCK_BYTES = MXFP4_GROUP // 2
@@ -61,7 +61,7 @@ class Blocks:
 
     def exponents(self, numbers: Floats) -> Bytes:
         """The stored exponents of blocks. Raises NotExpressible for a value that isn't finite."""
-        largest = np.abs(numbers).max(axis=1, initial=0)
+        largest = largest_of_groups(numbers)[:, 0]
         if not np.isfinite(largest).all():
             raise NotExpressible(
                 f"{self.name}: holds values that are not finite, which MXFP4 can't express"
@@ -91,22 +91,21 @@ class Mxfp4Codes:
         return TensorInfo(self.blocks.source.shape, READ_AS)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
+        pair_bytes = 2 * ITEMSIZE[READ_AS]
+        read = np.empty((box.rows, box.cols * pair_bytes), np.uint8)
         for part in _parts(box):
             numbers = self.blocks.numbers(part.row0, part.row1)
             exponents = self.blocks.exponents(numbers)
             packed = _packed(numbers, exponents)
-            self.errors.add(_values(packed, exponents) - numbers)
+            values = _values(packed, exponents)
+            self.errors.add(values - numbers)
             np.copyto(window(out, box, part, 1), packed[:, part.col0 : part.col1])
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
-        pair_bytes = 2 * ITEMSIZE[READ_AS]
-        read = np.empty((box.rows, box.cols * pair_bytes), np.uint8)
-        for part in _parts(box):
-            # The exponents aren't in `stored`, so they are computed again from the source.
-            exponents = self.blocks.exponents(self.blocks.numbers(part.row0, part.row1))
-            numbers = _values(window(stored, box, part, 1), exponents)
-            np.copyto(window(read, box, part, pair_bytes), rounding.rounded(numbers, READ_AS))
+            wanted = np.ascontiguousarray(values[:, 2 * part.col0 : 2 * part.col1])
+            np.copyto(window(read, box, part, pair_bytes), rounding.rounded(wanted, READ_AS))
         return read
 
 
@@ -128,9 +127,10 @@ class Mxfp4Exponents:
             exponents = self.blocks.exponents(numbers).reshape(part.rows, part.cols)
             np.copyto(window(out, box, part, 1), exponents)
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 def _parts(box: Box) -> "list[Box]":

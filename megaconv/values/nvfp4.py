@@ -20,7 +20,8 @@ from megaconv.errors import NotExpressible
 from megaconv.model.assembled import window
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
-from megaconv.values.fp8_blocks import READ_AS, Rounding, e4m3, e4m3_values
+from megaconv.values.four_bits import nvfp4_pairs
+from megaconv.values.fp8_blocks import READ_AS, Rounding, e4m3, e4m3_values, largest_of_groups
 
 GROUP = 16
 """Elements of a row that share a scale."""
@@ -28,7 +29,6 @@ SCALES, SCALE_2 = "_scale", "_scale_2"
 """The suffixes of the scales' names after the weight's name."""
 _LARGEST, _LARGEST_SCALE, _LEAST_SCALE = 6.0, 448.0, 2.0**-9
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _AT_ONCE = 1 << 17
 """Elements per step of arithmetic."""
 
@@ -73,7 +73,7 @@ class Groups:
     def numbers_and_codes(self, box: Box) -> tuple[Floats, Bytes]:
         """(values [rows, groups, 16], codes of their scales [rows, groups]) of a rectangle of whole groups."""
         numbers = _read(self.source, box).reshape(box.rows, -1, GROUP)
-        scales = np.abs(numbers).max(axis=2) / (_LARGEST * self.joined.scale)
+        scales = largest_of_groups(numbers)[:, :, 0] / (_LARGEST * self.joined.scale)
         scales = np.where(scales == 0, np.float32(1), scales).clip(_LEAST_SCALE, _LARGEST_SCALE)
         return numbers, e4m3(scales)
 
@@ -101,30 +101,25 @@ class Fp4Values:
         return TensorInfo(self.groups.source.shape, READ_AS)
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        for part, whole in _parts(box):
-            numbers, scales = self.groups.numbers_and_codes(whole)
-            factor = self.groups.scale_of(scales)[:, :, None]
-            codes = e2m1(numbers / factor)
-            self.errors.add(_e2m1_values(codes) * factor - numbers)
-            pairs = codes.reshape(whole.rows, -1, 2)
-            packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
-            first = part.col0 - whole.col0 // 2
-            np.copyto(window(out, box, part, 1), packed[:, first : first + part.cols])
+        self.read_both(box, out)
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of a rectangle. Fingerprints are computed from these."""
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
         pair_bytes = 2 * ITEMSIZE[READ_AS]
         read = np.empty((box.rows, box.cols * pair_bytes), np.uint8)
         for part, whole in _parts(box):
-            # The scales aren't in `stored`, so they are computed again from the source.
-            _, scale_codes = self.groups.numbers_and_codes(whole)
-            scales = self.groups.scale_of(scale_codes)
-            codes = _unpacked(window(stored, box, part, 1))
-            columns = np.arange(2 * part.col0, 2 * part.col1)
-            group_of_column = (columns - whole.col0) // GROUP
-            numbers = _e2m1_values(codes) * scales[:, group_of_column]
+            numbers, scales = self.groups.numbers_and_codes(whole)
+            factor = self.groups.scale_of(scales)[:, :, None]
+            pairs = e2m1(numbers / factor).reshape(whole.rows, -1, 2)
+            packed = pairs[:, :, 0] | pairs[:, :, 1] << 4
+            values = nvfp4_pairs()[packed].reshape(numbers.shape)
+            values *= factor
+            self.errors.add(values - numbers)
+            first = part.col0 - whole.col0 // 2
+            np.copyto(window(out, box, part, 1), packed[:, first : first + part.cols])
+            wanted = values.reshape(whole.rows, -1)[:, 2 * first : 2 * (first + part.cols)]
             place = window(read, box, part, pair_bytes)
-            np.copyto(place, rounding.rounded(numbers, READ_AS))
+            np.copyto(place, rounding.rounded(np.ascontiguousarray(wanted), READ_AS))
         return read
 
 
@@ -144,9 +139,10 @@ class Fp4Scales:
             whole = Box(part.row0, part.row1, part.col0 * GROUP, part.col1 * GROUP)
             np.copyto(window(out, box, part, 1), self.groups.numbers_and_codes(whole)[1])
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 @dataclass(frozen=True)
@@ -160,9 +156,10 @@ class Fp4Scale2:
     def read_into(self, box: Box, out: Bytes) -> None:
         np.copyto(out, np.array([[self.joined.scale]], np.float32).view(np.uint8))
 
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
+        self.read_into(box, out)
+        return out[:0]
 
 
 def scales_shape(shape: Shape) -> Shape:
@@ -179,19 +176,6 @@ def e2m1(numbers: Floats) -> Bytes:
         codes += magnitude >= bound if place % 2 else magnitude > bound
     codes += (numbers < 0).astype(np.uint8) * np.uint8(8)
     return codes
-
-
-def _unpacked(packed: Bytes) -> Bytes:
-    """The two codes of each byte, low bits first: [rows, bytes] -> [rows, 2 * bytes]."""
-    codes = np.stack([packed & 15, packed >> 4], axis=2)
-    return codes.reshape(len(packed), -1)
-
-
-def _e2m1_values(codes: Bytes) -> Floats:
-    values: Floats = np.array(_VALUES, np.float32)[codes & 7]
-    values[(codes & 8).astype(bool)] *= -1
-    values += np.float32(0)  # removes the sign of a negative zero, as readers do
-    return values
 
 
 def _parts(box: Box) -> "list[tuple[Box, Box]]":

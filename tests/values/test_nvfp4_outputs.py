@@ -42,12 +42,9 @@ def test_fingerprinted_values_equal_those_that_a_reader_gets_in_any_rectangle(bo
     source = as_lazy(torch.randn(3, 64, generator=torch.Generator().manual_seed(5)).bfloat16())
     values = Fp4Values(Groups(source, Joined([("x", source)])), Rounding())
     rows, all_rows = np.empty((box.rows, box.cols), np.uint8), np.empty((3, 32), np.uint8)
-    values.read_into(box, rows)
-    values.read_into(Box(0, 3, 0, 32), all_rows)
-    whole = values.as_read(Box(0, 3, 0, 32), all_rows)[
-        box.row0 : box.row1, box.col0 * 4 : box.col1 * 4
-    ]
-    np.testing.assert_array_equal(values.as_read(box, rows), whole)
+    whole = values.read_both(Box(0, 3, 0, 32), all_rows)
+    wanted = whole[box.row0 : box.row1, box.col0 * 4 : box.col1 * 4]
+    np.testing.assert_array_equal(values.read_both(box, rows), wanted)
 
 
 def test_zeros_and_values_that_are_tiny_beside_the_largest_stay_finite() -> None:
