@@ -18,7 +18,7 @@ from megaconv.errors import NotExpressible
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
 from megaconv.values.fp8_blocks import AT_ONCE, Rounding, read_floats
-from megaconv.values.mlx_groups import WORD_BITS, unpacked
+from megaconv.values.mlx_groups import WORD_BITS
 from megaconv.values.scaled import read_bytes
 from megaconv.values.shifted import add
 
@@ -55,18 +55,24 @@ class AffineGroups:
             yield Box(row, min(row + step, box.row1), 0, cols // self.size)
 
     def numbers(self, groups: Box) -> Floats:
-        """The numbers [rows, groups, size] of a rectangle of groups. Raises NotExpressible for one that isn't finite."""
+        """The numbers [rows, groups, size] of a rectangle of groups."""
         box = Box(groups.row0, groups.row1, groups.col0 * self.size, groups.col1 * self.size)
-        found = read_floats(self.source, box).reshape(box.rows, groups.cols, self.size)
-        if not np.isfinite(found).all():
+        return read_floats(self.source, box).reshape(box.rows, groups.cols, self.size)
+
+    def scales_and_biases(self, numbers: Floats) -> tuple[Floats, Floats]:
+        """(scales, biases) [rows, groups, 1] of numbers, before they are rounded.
+
+        Raises NotExpressible for a number that isn't finite.
+        """
+        # numpy looks for the largest of columns much faster than for those of short rows.
+        columns = np.ascontiguousarray(numbers.reshape(-1, self.size).T)
+        per_group = (*numbers.shape[:2], 1)
+        largest = columns.max(axis=0).reshape(per_group)
+        smallest = columns.min(axis=0).reshape(per_group)
+        if not (np.isfinite(largest).all() and np.isfinite(smallest).all()):
             raise NotExpressible(
                 f"{self.name}: holds values that are not finite, which {self.bits} bits can't express"
             )
-        return found
-
-    def scales_and_biases(self, numbers: Floats) -> tuple[Floats, Floats]:
-        """(scales, biases) [rows, groups, 1] of numbers, before they are rounded."""
-        largest, smallest = numbers.max(axis=2, keepdims=True), numbers.min(axis=2, keepdims=True)
         begins_small = np.abs(smallest) > np.abs(largest)
         edge = np.where(begins_small, smallest, largest)
         steps = np.float32((1 << self.bits) - 1)
@@ -83,7 +89,7 @@ class AffineGroups:
         found: Bytes = np.rint((numbers - biases) / scales).clip(0, most).astype(np.uint8)
         return found
 
-    def read(self, codes: Bytes, scales: Floats, biases: Floats) -> Floats:
+    def values(self, codes: Bytes, scales: Floats, biases: Floats) -> Floats:
         """The numbers that a reader gets for codes, before they are rounded."""
         return codes * self._rounded(scales) + self._rounded(biases)
 
@@ -112,26 +118,22 @@ class AffineCodes:
         return TensorInfo(self.groups.source.shape, self.groups.dtype)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the words of a rectangle. Returns the dequantized bytes of its rows, from which fingerprints are computed."""
+        cols, dtype = self.groups.source.shape[-1], self.groups.dtype
+        read = np.empty((box.rows, cols * ITEMSIZE[dtype]), np.uint8)
         for part in self.groups.parts(box):
             numbers = self.groups.numbers(part)
             scales, biases = self.groups.scales_and_biases(numbers)
             codes = self.groups.codes(numbers, scales, biases)
-            self.errors.add(self.groups.read(codes, scales, biases) - numbers)
-            words = packed(codes.reshape(part.rows, -1), self.groups.bits)
-            place = out[part.row0 - box.row0 : part.row1 - box.row0]
-            np.copyto(place, words[:, box.col0 * _WORD_BYTES : box.col1 * _WORD_BYTES])
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The dequantized bytes of whole rows. Fingerprints are computed from these."""
-        cols, dtype = self.groups.source.shape[-1], self.groups.dtype
-        read = np.empty((box.rows, cols * ITEMSIZE[dtype]), np.uint8)
-        for part in self.groups.parts(box):
-            # The scales aren't in `stored`, so they are computed again from the source.
-            scales, biases = self.groups.scales_and_biases(self.groups.numbers(part))
+            values = self.groups.values(codes, scales, biases)
+            self.errors.add(values - numbers)
             rows = slice(part.row0 - box.row0, part.row1 - box.row0)
-            codes = unpacked(stored[rows], self.groups.bits).reshape(part.rows, part.cols, -1)
-            numbers = self.groups.read(codes, scales, biases).reshape(part.rows, cols)
-            np.copyto(read[rows], rounding.rounded(numbers, dtype))
+            words = packed(codes.reshape(part.rows, -1), self.groups.bits)
+            np.copyto(out[rows], words[:, box.col0 * _WORD_BYTES : box.col1 * _WORD_BYTES])
+            np.copyto(read[rows], rounding.rounded(values.reshape(part.rows, cols), dtype))
         return read
 
 
@@ -152,16 +154,17 @@ class AffineScales:
         return self.groups.columns(1)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the scales or biases of a rectangle. Returns no bytes: a reader of the output gets no such tensor."""
         itemsize = ITEMSIZE[self.dtype]
         for part in self.groups.parts(box):
             found = self.groups.scales_and_biases(self.groups.numbers(part))[self.of_biases]
             stored = rounding.rounded(np.ascontiguousarray(found[:, :, 0]), self.dtype)
             place = out[part.row0 - box.row0 : part.row1 - box.row0]
             np.copyto(place, stored[:, box.col0 * itemsize : box.col1 * itemsize])
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """No bytes: a reader of the output gets no such tensor."""
-        return stored[:0]
+        return out[:0]
 
 
 @dataclass(frozen=True)
@@ -176,15 +179,17 @@ class PlusOne(ComputedTensor):
         return TensorInfo(self.shape, self.dtype)
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        self.read_both(box, out)
+
+    def read_both(self, box: Box, out: Bytes) -> Bytes:
+        """Read the stored bytes of a rectangle. Returns those after the subtraction, from which fingerprints are computed."""
         values = read_bytes(self.source, box, ITEMSIZE[self.dtype])
         stored = add(values, self.dtype, 1)
-        read = rounding.exact(add(stored, self.dtype, -1), self.dtype)
-        self.errors.add((read - rounding.exact(values, self.dtype)).astype(np.float32))
+        read = add(stored, self.dtype, -1)
+        errors = rounding.exact(read, self.dtype) - rounding.exact(values, self.dtype)
+        self.errors.add(errors.astype(np.float32))
         np.copyto(out, stored)
-
-    def as_read(self, box: Box, stored: Bytes) -> Bytes:
-        """The bytes after the subtraction. Fingerprints are computed from these."""
-        return add(np.ascontiguousarray(stored), self.dtype, -1)
+        return read
 
 
 def packed(codes: Bytes, bits: int) -> Bytes:
