@@ -30,6 +30,7 @@ OUT = f"s3://{BUCKET}/out"
 SAVERS = {
     "hf": "--saver hf",
     "hf shards": "--saver hf --max-shard-size 20KB",
+    "hf int4": "--saver hf --quantize w4a16 --option group_size=32 --max-shard-size 20KB",
     "core": "--saver core --tp 2 --pp 2",
     "torch_dist": "--saver core --ckpt-format torch_dist",
     "zarr": "--saver core --ckpt-format zarr",
