@@ -54,11 +54,11 @@ def _refuse_as_adapter(found: Input, saver: Saver, options: ConvertOptions) -> N
 
 def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None:
     """Raises UsageError for a whole multimodal model if the saver or an option needs its language model alone."""
-    whole, is_hf = header.config.whole, header.layout is None
+    whole = header.config.whole
     if whole is None:
         return
     name = named(whole.config)
-    alone = "; --text-only converts the language model in it" if is_hf else ""
+    alone = "; --text-only converts the language model in it"
     if not saver.holds_whole:
         raise UsageError(f"--saver {saver.name}: can't store the multimodal model {name}{alone}")
     if options.save.base is not None:

@@ -343,6 +343,17 @@ def test_inspect_says_what_lies_beside_the_language_model(qwen: Path) -> None:
         assert "visual" not in run("inspect", qwen / name, "--text-only").out
 
 
+@pytest.mark.parametrize("words", [("gguf",), ("hf", "--quantize", "fp8-block")])
+def test_the_remedy_for_a_megatron_checkpoint_is_the_language_model_alone_too(
+    qwen: Path, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    command = ("convert", qwen / "core", tmp_path / "out", "--saver", *words)
+    assert_refused(run(*command), 2, "--text-only converts the language model in it")
+    further = ("--option", "tokenizer=none") if words == ("gguf",) else ()
+    outcome = run(*command, "--text-only", *further)
+    assert outcome.status == 0, outcome.err
+
+
 def test_plan_and_diff_take_the_language_model_alone_where_they_are_asked_to(
     qwen: Path, tmp_path: Path
 ) -> None:
