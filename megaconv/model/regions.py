@@ -5,7 +5,7 @@ A region is a rectangle of a canonical tensor, and its place in a native tensor.
 stores the rectangle's elements. Each order is a class that reads and writes blocks of a region.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -51,6 +51,11 @@ class Order:
     def write(self, region: "Region", wanted: Box, native: NativeOutput, rows: Bytes) -> None:
         """Write a rectangle of the canonical tensor to a native tensor. rows: its elements, in canonical order."""
         native.write(region.in_native(wanted), rows)
+
+    def native_rows(self, region: "Region", rows: range) -> Sequence[int]:
+        """Return the row of the native tensor that stores each of these rows of the canonical tensor."""
+        down = region.row - region.box.row0
+        return range(rows.start + down, rows.stop + down)
 
     def filled(self, region: "Region") -> Iterator[Box]:
         """Yield the rectangles of the native tensor that a region fills."""

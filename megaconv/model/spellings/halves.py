@@ -25,6 +25,14 @@ class AsHalves(Order):
         for every_second, box in self._pieces(region, wanted):
             native.write(box, rows[every_second])
 
+    def native_rows(self, region: Region, rows: range) -> list[int]:
+        return [self._native_row(region, row - region.box.row0) for row in rows]
+
+    def _native_row(self, region: Region, row: int) -> int:
+        """row: counted from the region's first row."""
+        index, half = divmod(row, 2)
+        return region.row + half * region.box.rows // 2 + index
+
     def _pieces(self, region: Region, wanted: Box) -> Iterator[tuple[slice, Box]]:
         """Yield (every second row of a block, the rectangle of the native tensor), for each of the two halves."""
         start, stop = wanted.row0 - region.box.row0, wanted.row1 - region.box.row0
@@ -33,7 +41,7 @@ class AsHalves(Order):
             first = start + (half - start) % 2
             count = len(range(first, stop, 2))
             if count:
-                row = region.row + half * region.box.rows // 2 + first // 2
+                row = self._native_row(region, first)
                 yield (
                     slice(first - start, stop - start, 2),
                     box._replace(row0=row, row1=row + count),

@@ -44,6 +44,15 @@ class AsPairs(Order):
             np.copyto(self._as_pairs(pairs), self._as_halves(halves))
             native.write(box, pairs)
 
+    def native_rows(self, region: Region, rows: range) -> list[int]:
+        return [self._native_row(region, row - region.box.row0) for row in rows]
+
+    def _native_row(self, region: Region, row: int) -> int:
+        """row: counted from the region's first row."""
+        head, inner = divmod(row, self.head_dim)
+        half, index = divmod(inner, self.head_dim // 2)
+        return region.row + head * self.head_dim + 2 * index + half
+
     def _as_halves(self, rows: Bytes) -> Bytes:
         """Whole heads in canonical order, as a view [heads, 2, half, row_bytes]."""
         return rows.reshape(-1, 2, self.head_dim // 2, rows.shape[1])
@@ -73,9 +82,7 @@ class AsPairs(Order):
             yield self._single(region, row, start, heads)
 
     def _single(self, region: Region, row: int, start: int, box: Box) -> tuple[slice, Box]:
-        head, inner = divmod(row, self.head_dim)
-        half, index = divmod(inner, self.head_dim // 2)
-        place = region.row + head * self.head_dim + 2 * index + half
+        place = self._native_row(region, row)
         return slice(row - start, row - start + 1), box._replace(row0=place, row1=place + 1)
 
 

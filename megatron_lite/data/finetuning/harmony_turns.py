@@ -25,13 +25,16 @@ def harmony_spans(
     messages: those that the template got. Each one by the assistant has one answer or call, and maybe thinking before it.
     wanted: the numbers of the messages to learn.
 
-    A range begins behind `<|start|>assistant`. It includes the token that ends the message, except the `<|end|>` of an
-    earlier answer: a model that writes `<|end|>` there goes on. A message whose thinking the template removed is not
-    learned, because a model would learn not to think. Raises BadRecord if a message has special tokens in its text.
+    A range begins behind `<|start|>assistant`, which the prompt ends with. Behind its thinking, a model writes
+    `<|start|>assistant` itself, so that the range includes it there. The range includes the token that ends the message,
+    except the `<|end|>` of an earlier answer: a model that writes `<|end|>` there goes on. A message whose thinking the
+    template removed is not learned, because a model would learn not to think. Raises BadRecord if a message has special
+    tokens in its text.
     """
     numbers = [number for number, message in enumerate(messages) if message["role"] == _AUTHOR]
     spans: list[tuple[int, int]] = []
-    thinking: list[tuple[int, int]] = []
+    thinking: int | None = None
+    """The beginning of the answer, if thinking comes before it."""
     place = answers = 0
     while place < len(text):
         found = _MESSAGE.match(text, place)
@@ -39,20 +42,21 @@ def harmony_spans(
             raise BadRecord(_SPECIAL)
         place = found.end()
         if not found["header"].startswith(_AUTHOR):
+            thinking = None
             continue
-        begin = found.start("header") + len(_AUTHOR)
+        begin = found.start("header") + len(_AUTHOR) if thinking is None else thinking
         if "<|channel|>analysis" in found["header"]:
-            thinking.append((begin, place))
+            thinking = begin
             continue
         if answers == len(numbers):
             raise BadRecord(_SPECIAL)
         number = numbers[answers]
         answers += 1
-        is_whole = bool(thinking) or not messages[number].get("thinking")
+        is_whole = thinking is not None or not messages[number].get("thinking")
         if number in wanted and is_whole:
             end = found.start("end") if found["end"] == "<|end|>" else place
-            spans += [*thinking, (begin, end)]
-        thinking = []
+            spans.append((begin, end))
+        thinking = None
     if answers != len(numbers):
         raise BadRecord(_SPECIAL)
     return spans

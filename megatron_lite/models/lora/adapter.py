@@ -76,8 +76,7 @@ class Adapter(nn.Module):
         for share in shares:
             self.pairs[share.module.key] = Pair(share, options.rank, sharding)
             for run in share.rows:
-                end = run.local + run.size
-                self.rows += range(run.local, end)
+                self.rows += run.local
         # The forward pass never reads the rows: a matrix may have 30,000, and compiled code would compare each of them.
         self._is_in_order = self.rows == list(range(out))
         self.seed: rng.Seed | None = None

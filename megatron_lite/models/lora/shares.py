@@ -4,7 +4,7 @@ Each module has its own adapter, as in peft. So the trainer trains the same para
 loaded in any layout. The mapping follows from the family's table.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,11 +18,16 @@ from megaconv.model.regions import PLAIN
 
 
 class Rows(NamedTuple):
-    """Rows of a rank's matrix (local), and their place among the module's outputs (whole)."""
+    """Consecutive outputs of a module, and the rows of a rank's matrix that compute them."""
 
-    local: int
+    local: Sequence[int]
+    """A row of the rank's matrix for each output."""
     whole: int
-    size: int
+    """The first output."""
+
+    @property
+    def size(self) -> int:
+        return len(self.local)
 
 
 @dataclass(frozen=True)
@@ -132,16 +137,22 @@ def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Shar
             for row0, row1, output in where.runs:
                 first, last = max(row0, box.row0), min(row1, box.row1)
                 if first < last:
-                    run = Rows(region.row + first - box.row0, output + first - row0, last - first)
+                    local = region.order.native_rows(region, range(first, last))
+                    run = Rows(local, output + first - row0)
                     rows.setdefault(where.module.name, []).append(run)
             columns[where.module.name] = box.col0, box.col1
     return tuple(
-        Share(module, tuple(sorted(rows[name])), columns[name]) for name, module in known.items()
+        Share(module, tuple(sorted(rows[name], key=_first_row)), columns[name])
+        for name, module in known.items()
     )
 
 
+def _first_row(run: Rows) -> int:
+    return run.local[0]
+
+
 def _check(native: NativeTensor, region: Region) -> None:
-    if region.order != PLAIN:
+    if region.transposed:
         raise NotExpressible(
             f"{native.name} can't have an adapter: its rows aren't those of a module of transformers"
         )

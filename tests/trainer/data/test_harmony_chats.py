@@ -115,7 +115,7 @@ def chat_of(messages: list[Any], tools: Any = None) -> Chat:
     return example
 
 
-THOUGHT = "<|channel|>analysis<|message|>I look.<|end|>"
+THOUGHT = "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>No.<|return|>"
 
 
@@ -125,6 +125,17 @@ def test_an_answer_is_learned_with_its_thinking_and_its_end(
     ids, _ = ChatTemplate(tokenizer).encode(chat_of([USER, NO]))
     assert tokenizer.spelled(ids).endswith(WRITTEN["training"])
     assert learned_text(tokenizer, chat_of([USER, NO])) == THOUGHT + FINAL
+
+
+def test_all_that_a_model_writes_behind_the_prompt_is_learned(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    """The beginning of the second message too, which the model writes behind its thinking."""
+    prompt = prompt_of(tokenizer, [USER])
+    question = prompt[prompt.index("<|start|>user") :]
+    written = WRITTEN["training"].removeprefix(question)
+    assert written != WRITTEN["training"]
+    assert learned_text(tokenizer, chat_of([USER, NO])) == written
 
 
 def test_a_call_is_learned_with_its_end_and_a_result_is_not(

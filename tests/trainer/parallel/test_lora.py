@@ -137,6 +137,7 @@ CASES = [
     Case("mixtral-experts", tp=2, ep=2, sequence_parallel=True),
     Case("nemotron-h", tp=2, sequence_parallel=True, recompute=Recompute("selective")),
     Case("qwen3-5", tp=2),
+    Case("gpt-oss", tp=2, ep=2, sequence_parallel=True),
 ]
 FURTHER = [
     Case("llama-all-linear"),
@@ -151,6 +152,9 @@ FURTHER = [
     Case("nemotron-h", tp=2, cp=2, sequence_parallel=True),
     Case("qwen3-5", pp=2, recompute=Recompute("full")),
     Case("qwen3-5", cp=2),
+    Case("gpt-oss"),
+    Case("gpt-oss", pp=2, dp=2, ep=2, distributed=True),
+    Case("gpt-oss", cp=2, recompute=Recompute("full")),
 ]
 
 
@@ -221,6 +225,8 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
         ("nemotron-h", LoRA(2, 4.0)),
         ("nemotron-h", LoRA(2, 4.0, ("out_proj", "linear_fc2"))),
         ("qwen3-5", LoRA(2, 4.0)),
+        ("gpt-oss", LoRA(2, 4.0)),
+        ("gpt-oss", LoRA(2, 4.0, ("linear_fc1",))),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
 )
