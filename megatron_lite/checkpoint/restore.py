@@ -89,6 +89,10 @@ def find_start(settings: Settings, *, finetune: bool) -> Start | None:
                 "another --save starts one from its weights"
             )
         if not weights_alone and saved is None and not (Path(saving.load) / CONFIG_NAME).is_file():
+            if saving.exit_on_missing_checkpoint:
+                raise UsageError(
+                    f"--load {saving.load}: holds no checkpoint; without --exit-on-missing-checkpoint the run starts from random weights"
+                )
             return None  # Megatron-LM's scripts start the first of several jobs like this
     elif not saving.resume:
         _check_unused(saved)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from formats.stores.addresses import is_store
+from formats.wording import counted
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -27,6 +28,7 @@ from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop import plot
 from megatron_lite.loop.introduction import introduce
+from megatron_lite.loop.length import check_length, sample_counts, samples_left_out, total_samples
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks
 from megatron_lite.loop.memory_fit import check_fits
 from megatron_lite.loop.run import Run
@@ -34,7 +36,6 @@ from megatron_lite.loop.savable import check_savable
 from megatron_lite.loop.schedule import make_schedule
 from megatron_lite.loop.stop import Stop
 from megatron_lite.loop.tokenizer import make_tokenizer
-from megatron_lite.loop.train import evaluations, total_samples
 from megatron_lite.models.trainable import check_computed
 from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.objectives.defaults import with_defaults
@@ -92,6 +93,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     basis = _basis(settings, place, finetune=finetune)
     setup, options, data = _setup(basis, settings, place, finetune=finetune)
     settings, sizes = setup.settings, setup.sizes
+    check_length(settings, sizes)
     check_savable(settings, setup.config, sizes.layout)
     all_or_none(lambda: check_fits(setup, options, basis.objective.rows))
     samples = total_samples(settings, sizes)
@@ -131,6 +133,11 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
         )
     for line in data.introduction(setup, datasets[0]):
         run.say(line)
+    left_out = samples_left_out(settings, sizes, basis.progress)
+    if left_out:
+        run.say(
+            f"{counted(left_out, 'sample')} of --train-samples can't fill a step at the end: left out, as in Megatron"
+        )
     return run
 
 
@@ -177,7 +184,7 @@ def _setup(
 
 
 def _datasets(basis: Basis, data: TrainingData, setup: Setup) -> list[Dataset | None]:
-    found = data.datasets(setup, _sample_counts(setup, basis.progress))
+    found = data.datasets(setup, sample_counts(setup.settings, setup.sizes, basis.progress))
     if found[0] is None:
         raise UsageError(
             f"there is nothing to train on: the training split is empty; {basis.objective.nothing_found}"
@@ -271,28 +278,6 @@ def with_token_ids(config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
         "pad_token_id": tokenizer.pad,
     }
     return changed(config, {name: number for name, number in found.items() if number is not None})
-
-
-def _sample_counts(setup: Setup, progress: Progress) -> list[int]:
-    """Return the least number of samples for training, evaluation and test."""
-    settings = setup.settings
-    training = settings.training
-    interval = training.eval_interval
-    batch = setup.sizes.batch
-    each = training.eval_iters * batch.full
-    if training.train_samples is not None:
-        smallest = min(batch.sizes())
-        most_steps = training.train_samples // smallest
-        rounds = most_steps // interval + 1
-    else:
-        rounds = evaluations(settings)
-    # Earlier evaluations may have had another batch size.
-    done = progress.iteration // interval
-    left = max(0, rounds - done)
-    with_earlier = progress.consumed_valid_samples + each * left
-    validation = max(each * rounds, with_earlier)
-    train = total_samples(settings, setup.sizes, progress) + batch.full
-    return [train, validation, each]
 
 
 def _sinks(settings: Settings, place: Place) -> list[Sink]:

@@ -3,7 +3,7 @@
 import math
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean as mean
@@ -19,6 +19,7 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.loop import plot
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.guide import Guide
+from megatron_lite.loop.length import remaining_steps
 from megatron_lite.loop.log import METRICS, line
 from megatron_lite.loop.profiling import Profile, make_profile
 from megatron_lite.loop.run import Run
@@ -27,20 +28,6 @@ from megatron_lite.loop.schedule import Rates
 from megatron_lite.objectives.training_data import Exam
 from megatron_lite.processes.failure import TrainingError
 from megatron_lite.rank.report import StepReport
-from megatron_lite.settings.config import Settings
-from megatron_lite.settings.sizes import Sizes
-
-
-def total_samples(settings: Settings, sizes: Sizes, progress: Progress = Progress()) -> int:  # noqa: B008  # frozen
-    """Return the number of samples at the end of the run. Iterations stay iterations, also after a change of the batch size."""
-    training = settings.training
-    left = max(0, (training.train_iters or 0) - progress.iteration)
-    return training.train_samples or progress.consumed_samples + left * sizes.batch.full
-
-
-def evaluations(settings: Settings) -> int:
-    """Return the number of evaluations."""
-    return (settings.training.train_iters or 0) // settings.training.eval_interval + 1
 
 
 def train(run: Run) -> None:
@@ -66,7 +53,7 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
     assert train_data is not None
     heartbeat = run.place.heartbeat
     started = time.monotonic()
-    steps = list(_steps(run))
+    steps = list(remaining_steps(run.settings, run.sizes, run.progress))
     if steps:
         check_space(run)
     elif run.settings.training.epochs != 0:
@@ -93,11 +80,15 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
         _log(run, report, rates, last=consumed == steps[-1][0])
         if run.saver is not None:
             run.saver.check()
-        why = _reason_to_end(run, report)
+        why = _reason_to_hurry(run, report)
         if why is not None:
+            _skip_evaluation_when_due(run)
             return why
         _evaluate_when_due(run, garbage)
         _end_epoch_when_due(run, garbage)
+        interval = run.settings.training.exit_interval
+        if interval is not None and iteration % interval == 0:
+            return f"--exit-interval {interval}"
         _save_when_due(run)
     return None
 
@@ -106,16 +97,6 @@ def _time_is_up(run: Run, started: float) -> bool:
     """Return whether the time of --exit-duration-in-mins is over. Rank 0 decides."""
     limit = run.settings.training.exit_duration_in_mins
     return run.place.rank == 0 and limit is not None and time.monotonic() - started > limit * 60
-
-
-def _steps(run: Run) -> Iterator[tuple[int, int]]:
-    """Yield (samples consumed before, batch size) of every remaining step."""
-    consumed = run.progress.consumed_samples
-    total = total_samples(run.settings, run.sizes, run.progress)
-    while consumed < total:
-        size = run.sizes.batch.at(consumed)
-        yield consumed, size
-        consumed += size
 
 
 def _check(run: Run, report: StepReport) -> None:
@@ -214,8 +195,8 @@ def memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _reason_to_end(run: Run, report: StepReport) -> str | None:
-    interval = run.settings.training.exit_interval
+def _reason_to_hurry(run: Run, report: StepReport) -> str | None:
+    """Return the reason to save and end at once, or None."""
     terminated, interrupted, time_is_up = report.signals
     if terminated:
         return "SIGTERM"
@@ -223,13 +204,28 @@ def _reason_to_end(run: Run, report: StepReport) -> str | None:
         return "Ctrl-C"
     if time_is_up:
         return f"--exit-duration-in-mins {run.settings.training.exit_duration_in_mins:g}"
-    if interval is not None and run.progress.iteration % interval == 0:
-        return f"--exit-interval {interval}"
     return None
 
 
+def _evaluation_is_due(run: Run) -> bool:
+    is_due = run.progress.iteration % run.settings.training.eval_interval == 0
+    return is_due and run.datasets[1] is not None and run.settings.training.eval_iters > 0
+
+
+def _skip_evaluation_when_due(run: Run) -> None:
+    """Go on behind the samples of an evaluation that is left out, so that later evaluations keep their samples."""
+    if _evaluation_is_due(run):
+        run.progress = _behind_evaluation(run)
+        run.say(f"step {run.progress.iteration:>6} | validation left out, as the run has to end")
+
+
+def _behind_evaluation(run: Run) -> Progress:
+    drawn = run.settings.training.eval_iters * run.sizes.batch.full
+    return replace(run.progress, consumed_valid_samples=run.progress.consumed_valid_samples + drawn)
+
+
 def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
-    if run.progress.iteration % run.settings.training.eval_interval == 0:
+    if _evaluation_is_due(run):
         with garbage.evaluation():
             evaluate(run, run.datasets[1], "validation")
 
@@ -247,8 +243,7 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     totals = _totals(run, dataset, first, iters)
     step = run.progress.iteration
     if is_validation:
-        consumed = first + iters * run.sizes.batch.full
-        run.progress = replace(run.progress, consumed_valid_samples=consumed)
+        run.progress = _behind_evaluation(run)
     means = {name: total / count for name, (total, count) in totals.items() if count}
     if "loss" not in means:
         run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")

@@ -20,7 +20,7 @@ from megatron_lite.settings.megatron_flags import (
     refused_feature,
 )
 from megatron_lite.settings.recipes import recipe_path
-from megatron_lite.settings.short_form import ShortForm
+from megatron_lite.settings.short_form import ALTERNATIVES, ShortForm
 
 YAML_FLAGS = ("--yaml-cfg", "--config-file")
 
@@ -68,10 +68,35 @@ def parse(
     values = vars(known)
     path, recipe = values.pop("yaml", None), values.pop("recipe", None)
     in_file = _read_yaml(path, ignored) if path else {}
+    in_file = _without_alternatives(in_file, values)
     in_recipe = _read_yaml(str(recipe_path(recipe)), ignored) if recipe else {}
+    in_recipe = _without_alternatives(in_recipe, in_file | values)
     if short is not None:
         in_recipe = _with_short_form(in_recipe, in_file | values, short)
-    return make_settings(in_recipe | in_file | values), ignored
+    settings = make_settings(in_recipe | in_file | values)
+    _check_masks(settings, ignored)
+    return settings, ignored
+
+
+def _check_masks(settings: Settings, ignored: list[str]) -> None:
+    """Raise UsageError if Megatron would make no mask between documents, although a flag asks for it."""
+    names = {word.rpartition(" ")[2].removeprefix("--").replace("-", "_") for word in ignored}
+    if settings.data.reset_attention_mask and "no_create_attention_mask_in_dataloader" in names:
+        raise UsageError(
+            "--reset-attention-mask separates documents by a mask that Megatron doesn't make with "
+            "--no-create-attention-mask-in-dataloader; leave one of them out"
+        )
+
+
+def _without_alternatives(values: dict[str, Any], overriding: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that exclude an overriding one: epochs beside --train-iters, for example."""
+    dropped: set[str] = set()
+    for group in ALTERNATIVES:
+        if group & overriding.keys():
+            dropped |= group
+    if "step_batch_size_schedule" in overriding:
+        dropped |= {"global_batch_size", "rampup_batch_size"}
+    return {name: value for name, value in values.items() if name not in dropped}
 
 
 def _with_short_form(
@@ -278,7 +303,8 @@ def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
     for key, value in _flatten(document):
         name = str(key).replace("-", "_")
         if name in WITHOUT_EFFECT:
-            ignored.append(f"{path}: {key}")
+            if value is not None and value is not False:
+                ignored.append(f"{path}: {key}")
         elif name in NOT_YET:
             _require_only(name, value, f"{path}: ")
         elif name not in hints:

@@ -116,5 +116,5 @@ def _schedule(text: str, training: Training, seq: int) -> BatchSchedule:
 def _require_samples(training: Training, flag: str) -> None:
     if training.train_samples is None:
         raise UsageError(
-            f"{flag} counts in samples: give --train-samples in place of --train-iters"
+            f"{flag} counts in samples: give --train-samples in place of --train-iters or --epochs"
         )

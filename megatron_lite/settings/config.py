@@ -49,7 +49,9 @@ class Training:
         samples=True,
     )
     train_iters: int | None = flag(None, "total number of steps")
-    train_samples: int | None = flag(None, "total number of sequences, instead of --train-iters")
+    train_samples: int | None = flag(
+        None, "total number of sequences, instead of --train-iters; those that fill no step at the end are left out"
+    )  # fmt: skip
     epochs: int | None = flag(
         None,
         "passes over --finetune-data, --train-data or one corpus, instead of --train-iters; 0: only evaluate a --task",
@@ -137,6 +139,9 @@ class Checkpointing:
     no_save_optim: bool = flag(False, "save no optimizer state")
     no_load_optim: bool = flag(False, "load no optimizer state")
     finetune: bool = flag(False, "load only the weights of --load, as the command finetune does")
+    exit_on_missing_checkpoint: bool = flag(
+        False, "start no run from random weights: end if --load, with the same path as --save, holds no checkpoint"
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

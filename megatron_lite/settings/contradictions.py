@@ -198,12 +198,32 @@ def _lengths(settings: Settings) -> Judged:
         sum(map(bool, lengths)) > 1,
         "give --train-iters, --train-samples or --epochs, not several of them",
     )
+    yield from _lengths_of_schedules(settings)
     data = settings.data
     is_one_corpus = data.data_path is not None and len(data.data_path) == 1
     yield (
         training.epochs is not None
         and not (data.finetune_data or settings.tasks.task or is_one_corpus),
         "--epochs counts passes over --finetune-data or over one corpus of --data-path",
+    )
+
+
+def _lengths_of_schedules(settings: Settings) -> Judged:
+    """Checks that the learning rate's lengths have the unit of the run's length, as in Megatron."""
+    optimizer = settings.optimizer
+    counts_samples = settings.training.train_samples is not None
+    unit, other = ("samples", "iters") if counts_samples else ("iters", "samples")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        wrong, right = flag_name(f"{name}_{other}"), flag_name(f"{name}_{unit}")
+        length = "--train-samples" if counts_samples else "a run without --train-samples"
+        yield (
+            getattr(optimizer, f"{name}_{other}"),
+            f"{wrong} has no effect beside {length}; give {right}",
+        )
+    warmup = f"lr_warmup_{unit}"
+    yield (
+        optimizer.lr_warmup_fraction is not None and getattr(optimizer, warmup),
+        f"--lr-warmup-fraction and {flag_name(warmup)} are two lengths of the warm-up; give one of them",
     )
 
 

@@ -28,7 +28,7 @@ WITHOUT_EFFECT = {
         disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag disable_tp_comm_split_rs
         disable_use_tokenizer_model_from_checkpoint_args dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014
         distrib_optim_fully_reshardable_mem_efficient distribute_saved_activations embedding_weights_in_fp32 enable_cuda_graph
-        enable_experimental enable_ft_package enable_msc ep_overlap_early_attn_memory_release exit_on_missing_checkpoint exit_signal_handler
+        enable_experimental enable_ft_package enable_msc ep_overlap_early_attn_memory_release exit_signal_handler
         exit_signal_handler_for_dataloader exit_signal_handler_for_training external_cuda_graph fine_grained_activation_offloading
         flight_recorder_include_stack_trace fp8_param_gather fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer
         fsdp_manual_registration fused_residual_rmsnorm high_priority_a2a_comm_stream inference_rng_tracker
@@ -56,8 +56,8 @@ WITHOUT_EFFECT = {
         strict_lambada te_rng_tracker torch_fsdp2_no_reshard_after_forward tp_comm_overlap tp_comm_overlap_rs_dgrad trust_remote_code
         use_checkpoint_args use_cpu_initialization use_dist_ckpt use_flash_attn
         use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert use_mcore_models
-        use_mp_args_from_checkpoint_args use_nccl_ub use_persistent_ckpt_worker use_ring_exchange_p2p use_sharp use_te_activation_func
-        use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser verify_integrity
+        use_nccl_ub use_persistent_ckpt_worker use_ring_exchange_p2p use_sharp use_te_activation_func
+        use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping use_transformer_engine_op_fuser
         """,
     ),
     **_words(
@@ -101,6 +101,11 @@ def _because(feature: str, names: str) -> dict[str, str]:
 
 REFUSED = {
     **_because("a schedule from the checkpoint", "use_checkpoint_opt_param_scheduler"),
+    **_because(
+        "a layout from the checkpoint (give --tensor-model-parallel-size and the others)",
+        "use_mp_args_from_checkpoint_args",
+    ),
+    **_because("hashes of a checkpoint's files (megaconv seal makes them)", "verify_integrity"),
     **_because("learning tokens that pad", "allow_ambiguous_pad_tokens"),
     **_because("another signal than SIGTERM and SIGINT", "exit_signal"),
     **_because("another surplus of samples than 0.005", "mid_level_dataset_surplus"),

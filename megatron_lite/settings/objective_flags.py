@@ -66,10 +66,9 @@ NOT_OF_PROMPTS = (
     "finetune_turns",
     "show_sample",
     "split",
-    "rampup_batch_size",
-    "step_batch_size_schedule",
 )
 """Settings of examples that prompts don't have."""
+BATCHES_THAT_CHANGE = ("rampup_batch_size", "step_batch_size_schedule")
 NOT_GENERATED = (
     "context_parallel_size",
     "sequence_parallel",
@@ -109,7 +108,12 @@ def _policy(settings: Settings) -> Judged:
     for name in NOT_OF_PROMPTS:
         yield (
             name in settings.given,
-            f"--grpo reads prompts, without examples; leave {flag_name(name)} out",
+            f"--grpo reads prompts, not examples; leave {flag_name(name)} out",
+        )
+    for name in BATCHES_THAT_CHANGE:
+        yield (
+            name in settings.given,
+            f"--grpo has the same number of prompts in each step; leave {flag_name(name)} out",
         )
     for name in NOT_GENERATED:
         subject, item = flags()[name]

@@ -22,6 +22,8 @@ WARMUP = 0.03
 LENGTHS = {"epochs", "train_iters", "train_samples"}
 WARMUPS = {"lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"}
 PRECISIONS = {"bf16", "fp16", "fp32"}
+ALTERNATIVES = (LENGTHS, WARMUPS, PRECISIONS)
+"""Settings of which a run has one of each group."""
 SHARDINGS = {"use_distributed_optimizer", "data_parallel_sharding_strategy"}
 
 

@@ -1,6 +1,5 @@
 """The trainer saves to a store and goes on from it, with the bits of a run that saves to a disk."""
 
-import json
 import os
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from tests.runs import run
 from tests.stores.conftest import BUCKET
 from tests.stores.small_store import Asked, SmallStore
 from tests.trainer.data.corpus import some_lengths, write_corpus
-from tests.trainer.loop.launches import LLAMA, launch
+from tests.trainer.loop.launches import LLAMA, launch, metrics
 
 pytest.importorskip("torch")
 URI = f"s3://{BUCKET}/run"
@@ -114,5 +113,4 @@ def test_ranks_train_on_data_in_a_store_as_on_local_data(
 
 
 def losses(directory: Path) -> list[object]:
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [line["loss"] for line in metrics(directory)]

@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.deltas import Deltas
 from megatron_lite.processes import long_work
 from tests.runs import assert_refused, run
 from tests.trainer.loop.launches import launch
-from tests.trainer.loop.test_runs import LLAMA, kill_and_resume, metrics, train
+from tests.trainer.loop.test_runs import LLAMA, kill_and_resume, losses_by_step, train
 
 STEPS = 6
 COMMAND = f"pretrain {LLAMA} --train-iters {STEPS} --bf16 --save ckpt --save-interval 1 --resume"
@@ -186,7 +186,7 @@ def test_a_run_that_continues_from_a_restored_checkpoint_ends_with_the_same_bits
     words = f"{COMMAND} --load {tmp_path / 'again'}"
     train(tmp_path / "on", 1, words)
     assert megaconv.fingerprint(tmp_path / "on" / "ckpt") == megaconv.fingerprint(whole / "ckpt")
-    assert metrics(tmp_path / "on")[STEPS] == metrics(whole)[STEPS]
+    assert losses_by_step(tmp_path / "on")[STEPS] == losses_by_step(whole)[STEPS]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 grouped products, offloaded activations, equal bits of two runs, saves through pinned memory, generation, preferences,
 and two ranks on NCCL."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, KIMI_DELTA, SCAN, installed
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
-from tests.trainer.loop.launches import LLAMA, MIXTRAL, train
+from tests.trainer.loop.launches import LLAMA, MIXTRAL, metrics, train
 from tests.trainer.parallel.small import MODELS, Case, batches, make_engine
 from tests.trainer.pretended_cuda.test_same_results import BF16, DROPOUT, FURTHER
 from tests.trainer.pretended_cuda.test_uses import generated, prefer, require_same_tokens
@@ -193,8 +192,7 @@ def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) ->
             2,
             f"pretrain {command} --train-iters 5 --distributed-backend {backend}",
         )
-        lines = (tmp_path / backend / "metrics.jsonl").read_text().splitlines()
-        found.append([json.loads(line)["loss"] for line in lines])
+        found.append([line["loss"] for line in metrics(tmp_path / backend)])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 

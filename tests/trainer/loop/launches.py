@@ -4,6 +4,7 @@ Processes are forked from one that has imported torch; the rendezvous store is k
 it. Everything from the command line on is the real thing.
 """
 
+import json
 import os
 import signal
 import sys
@@ -111,6 +112,11 @@ def launch(
     for process in processes:
         process.start()
     return Running(directory, processes, store)
+
+
+def metrics(directory: Path) -> list[dict[str, float]]:
+    """The lines of a run's `--metrics-file metrics.jsonl`."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def train(directory: Path, size: int, command: str) -> Running:

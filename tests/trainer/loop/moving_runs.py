@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import megaconv
-from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_manners import metrics
+from tests.trainer.loop.launches import metrics, train
 from tests.trainer.parallel.changed_configurations import TOKENS, logits_of_the_trainer
 from tests.transformers_oracle import VOCAB, compute, load
 

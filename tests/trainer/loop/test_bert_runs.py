@@ -18,8 +18,8 @@ from megatron_lite.settings.architecture import model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import work_out
-from tests.trainer.loop.launches import BERT, MASKED, train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import BERT, MASKED, metrics, train
+from tests.trainer.loop.test_manners import refused
 from tests.trainer.parallel.test_bert import answers
 
 WORDS = 129

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.loop.launches import LLAMA, launch, train
+from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 COMMAND = f"pretrain {LLAMA} --train-iters 500"
 
@@ -137,11 +137,7 @@ def test_a_loss_that_is_no_number_ends_the_run_with_one_line(tmp_path: Path) -> 
         r"step \d+: the (loss|norm of the gradients) is (nan|inf|-inf); lower --lr", errors[0]
     )
     train(tmp_path / "goes on", 1, f"{command} --no-check-for-nan-in-loss-and-grad")
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "goes on" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert len(lines) == 20
+    assert len(metrics(tmp_path / "goes on")) == 20
 
 
 @pytest.mark.parametrize(

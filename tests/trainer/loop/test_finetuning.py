@@ -17,8 +17,8 @@ from megatron_lite.objectives.objective import Objective
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Data
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
-from tests.trainer.loop.launches import LLAMA, train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import LLAMA, metrics, train
+from tests.trainer.loop.test_manners import refused
 from tests.trainer.parallel.small import MODELS, Case, make_engine
 
 CHATS = [

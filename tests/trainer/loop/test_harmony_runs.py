@@ -10,8 +10,7 @@ import torch
 
 import megaconv
 from tests.trainer import harmony_model
-from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_manners import metrics
+from tests.trainer.loop.launches import metrics, train
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.oracle

@@ -11,8 +11,7 @@ from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.latent import LATENT_NORM_EPSILON
 from megatron_lite.checkpoint.state import read_arguments, read_common
-from tests.trainer.loop.launches import launch, train
-from tests.trainer.loop.test_manners import metrics
+from tests.trainer.loop.launches import launch, metrics, train
 from tests.trainer.parallel.changed_configurations import TOKENS, logits_of_the_trainer
 from tests.transformers_oracle import MIXTURES, VOCAB, create, load
 

@@ -20,7 +20,7 @@ from tests.megatron.test_optimizer import assert_one_step
 from tests.megatron_oracle import Megatron
 from tests.optimizer_oracle import step as go_on
 from tests.trainer.loop.launches import LLAMA, train
-from tests.trainer.loop.test_runs import metrics
+from tests.trainer.loop.test_runs import losses_by_step
 
 ROOT = Path(__file__).parents[3]
 HYBRID = (
@@ -103,7 +103,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_both_formats_hold_the_same(
     train(tmp_path / "straight", 1, f"{words} --ckpt-format torch_dist")
     for more in ("--exit-interval 2", "--resume"):
         train(tmp_path / "stopped", 1, f"{words} --ckpt-format torch {more}")
-    straight, stopped = (metrics(tmp_path / each) for each in ("straight", "stopped"))
+    straight, stopped = (losses_by_step(tmp_path / each) for each in ("straight", "stopped"))
     assert straight[3] == stopped[3]
     prints = [megaconv.fingerprint(tmp_path / each / "ckpt") for each in ("straight", "stopped")]
     assert prints[0].weights == prints[1].weights
@@ -115,7 +115,7 @@ def test_a_hybrid_that_predicts_further_tokens_goes_on_and_is_converted(tmp_path
     for more in ("--exit-interval 2", "--resume"):
         train(tmp_path / "stopped", 1, f"{words} --ckpt-format torch {more}")
     straight, stopped = (tmp_path / each for each in ("straight", "stopped"))
-    assert metrics(straight)[3] == metrics(stopped)[3]
+    assert losses_by_step(straight)[3] == losses_by_step(stopped)[3]
     prints = [megaconv.fingerprint(each / "ckpt") for each in (straight, stopped)]
     assert prints[0].weights == prints[1].weights
     megaconv.convert(stopped / "ckpt", tmp_path / "hf", saver="hf")
@@ -127,7 +127,7 @@ def test_a_hybrid_that_predicts_further_tokens_goes_on_and_is_converted(tmp_path
 @pytest.mark.slow
 def test_megatrons_script_for_a_mamba_runs_with_small_sizes(tmp_path: Path) -> None:
     train(tmp_path, 4, f"pretrain {MAMBA_SCRIPT}")
-    assert list(metrics(tmp_path)) == [1, 2]
+    assert list(losses_by_step(tmp_path)) == [1, 2]
     config = megaconv.open(tmp_path / "ckpt").config
     assert pattern_of(config) == "M-M-M-*-M-M-"
 

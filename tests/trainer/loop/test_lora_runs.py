@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 import megaconv
-from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import metrics, train
+from tests.trainer.loop.test_manners import refused
 
 PEFT = Path(__file__).parents[2] / "fixtures"
 BASE, ADAPTER = PEFT / "peft-llama-all-linear" / "base", PEFT / "peft-llama-all-linear" / "adapter"

@@ -9,13 +9,9 @@ import pytest
 import megaconv
 from megatron_lite.data import preprocess
 from tests.trainer.data.vocabularies import gpt2_files
-from tests.trainer.loop.launches import LLAMA, launch, train
+from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 SAVED = f"pretrain {LLAMA} --save ckpt"
-
-
-def metrics(directory: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def refused(directory: Path, command: str) -> str:
@@ -121,10 +117,13 @@ def test_one_directory_for_load_and_save_starts_a_run_and_continues_it(tmp_path:
     command = f"{SAVED} --load ckpt --train-iters 2 --exit-interval 1"
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "ckpt" / "notes.txt").write_text("of the first job")
+    error = refused(tmp_path, f"{command} --exit-on-missing-checkpoint")
+    assert "--load ckpt: holds no checkpoint" in error
     assert "no checkpoint in ckpt yet: starting from random weights" in train(
         tmp_path, 1, command
     ).log(0)
-    assert "continuing after step 1" in train(tmp_path, 1, command).log(0)
+    again = train(tmp_path, 1, f"{command} --exit-on-missing-checkpoint")
+    assert "continuing after step 1" in again.log(0)
     error = refused(tmp_path, f"{command} --finetune")
     assert (
         "--load and --save are both ckpt, which holds a checkpoint: --resume continues that run"

@@ -11,7 +11,7 @@ import torch
 
 import megaconv
 from tests.trainer.loop.launches import DEEPSEEK, train
-from tests.trainer.loop.test_runs import metrics
+from tests.trainer.loop.test_runs import losses_by_step
 
 pytestmark = pytest.mark.oracle
 ROOT = Path(__file__).parents[3]
@@ -84,7 +84,7 @@ def test_a_run_with_dense_layers_and_experts_goes_on_at_another_layout_and_is_ex
     train(mixed / "one", 1, COMMAND)
     for size, words in LAYOUTS:
         train(mixed / "moved", size, f"{COMMAND} {words}")
-    one, moved = metrics(mixed / "one"), metrics(mixed / "moved")
+    one, moved = losses_by_step(mixed / "one"), losses_by_step(mixed / "moved")
     assert sorted(one) == sorted(moved) == [1, 2, 3, 4]
     assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
     diff = megaconv.diff(mixed / "one" / "ckpt", mixed / "moved" / "ckpt")
@@ -108,7 +108,7 @@ def test_a_model_from_flags_that_predicts_further_tokens_goes_on_in_both_formats
         (2, "--ep 2 --use-distributed-optimizer"),
     ):
         train(tmp_path / "moved", size, f"{words} {layout}")
-    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    one, moved = losses_by_step(tmp_path / "one"), losses_by_step(tmp_path / "moved")
     assert [moved[step] for step in (1, 2, 3, 4)] == pytest.approx(
         [one[step] for step in (1, 2, 3, 4)], rel=1e-5
     )

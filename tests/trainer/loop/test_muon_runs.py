@@ -1,12 +1,11 @@
 """Runs with Muon: what is saved is gone on with to the same bits."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.runs import run as megaconv
-from tests.trainer.loop.launches import LLAMA, launch, train
+from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 MUON = (
     f"pretrain {LLAMA} --optimizer muon --bf16 --train-iters 4 --check-weight-hash-across-dp-replicas-interval 1 "
@@ -28,10 +27,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     train(tmp_path / "straight", size, f"{MUON} {more} --ckpt-format {form} --save ckpt")
     for part in ("--exit-interval 2", "--resume"):
         train(tmp_path / "stopped", size, f"{MUON} {more} --ckpt-format {form} --save ckpt {part}")
-    straight, stopped = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("straight", "stopped")
-    )
+    straight, stopped = (metrics(tmp_path / name) for name in ("straight", "stopped"))
     for name in ("loss", "max_attention_logit"):
         assert [line[name] for line in straight] == [line[name] for line in stopped]
     assert straight[0]["max_attention_logit"] > 0.001
@@ -49,8 +45,7 @@ def test_state_of_a_distributed_optimizer_continues_in_one_process_and_is_conver
     train(tmp_path, 1, f"{MUON} --load ckpt --save other")
     train(tmp_path / "alone", 1, f"{MUON} --save ckpt")
     found, expected = (
-        [json.loads(line)["loss"] for line in (at / "metrics.jsonl").read_text().splitlines()]
-        for at in (tmp_path, tmp_path / "alone")
+        [line["loss"] for line in metrics(at)] for at in (tmp_path, tmp_path / "alone")
     )
     assert found == pytest.approx(expected, rel=2e-3)
     assert megaconv("convert", tmp_path / "ckpt", tmp_path / "hf", "--saver", "hf").status == 0

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import megaconv
-from tests.trainer.loop.launches import LLAMA, launch, train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import LLAMA, launch, metrics, train
+from tests.trainer.loop.test_manners import refused
 
 PEFT = Path(__file__).parents[2] / "fixtures"
 BASE = PEFT / "peft-llama-all-linear" / "base"

@@ -1,6 +1,5 @@
 """The reports of a run: evaluations, metrics, TensorBoard, the plot."""
 
-import json
 import math
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from megaconv.model.fields import from_fields
 from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token
-from tests.trainer.loop.launches import LLAMA, launch, train
+from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"
 
@@ -16,7 +15,7 @@ REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 -
 def test_a_run_evaluates_reports_and_draws(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 4".replace("--eval-iters 0 ", "")
     ran = train(tmp_path, 1, f"{command} {REPORTING}")
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path)
     steps = [line for line in lines if "loss" in line]
     assert [set(line) for line in steps] == [set(METRICS)] * 4
     assert [line["consumed_samples"] for line in steps] == [4, 8, 12, 16]

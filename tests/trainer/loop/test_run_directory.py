@@ -13,8 +13,8 @@ from formats.run_lock import OF_A_RUN, RunLock
 from megaconv.errors import TargetExists, UsageError
 from megatron_lite.loop import run_directory
 from tests.models import write_llama
-from tests.trainer.loop.launches import LLAMA, Running, launch, train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import LLAMA, Running, launch, metrics, train
+from tests.trainer.loop.test_manners import refused
 from tests.trainer.loop.test_starts import WORDS
 
 ENDLESS = (

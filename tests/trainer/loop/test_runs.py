@@ -1,6 +1,5 @@
 """Runs from start to end: resumed, killed, at other layouts, in both formats; what they leave behind."""
 
-import json
 import random
 import time
 from pathlib import Path
@@ -8,15 +7,12 @@ from pathlib import Path
 import pytest
 
 import megaconv
-from tests.trainer.loop.launches import LLAMA, MIXTRAL, TIED, launch, train
+from tests.trainer.loop.launches import LLAMA, MIXTRAL, TIED, launch, metrics, train
 
 
-def metrics(directory: Path) -> dict[int, float]:
-    """Loss by iteration; the last line of an iteration counts."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    return {
-        entry["iteration"]: entry["loss"] for entry in map(json.loads, lines) if "loss" in entry
-    }
+def losses_by_step(directory: Path) -> dict[float, float]:
+    """The last line of an iteration counts."""
+    return {line["iteration"]: line["loss"] for line in metrics(directory) if "loss" in line}
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:
@@ -99,7 +95,7 @@ def test_a_shared_optimizer_comes_back_with_every_bit(how: str, tmp_path: Path) 
     train(tmp_path / "whole", 2, command)
     train(tmp_path / "parts", 2, f"{command} --exit-interval 2")
     train(tmp_path / "parts", 2, command)
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert losses_by_step(tmp_path / "parts") == losses_by_step(tmp_path / "whole")
     prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
     assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
     assert prints[0].optimizer is not None
@@ -115,7 +111,7 @@ def test_delayed_scales_of_fp8_go_on_where_a_run_stopped(form: str, tmp_path: Pa
     train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 2")
     train(tmp_path / "parts", 2, f"{command} --pp 2 --exit-interval 3")
     train(tmp_path / "parts", 1, command)
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert losses_by_step(tmp_path / "parts") == losses_by_step(tmp_path / "whole")
     assert (
         len({megaconv.fingerprint(tmp_path / name / "ckpt").weights for name in ("whole", "parts")})
         == 1
@@ -140,7 +136,7 @@ def test_a_run_goes_on_at_any_other_layout(model: str, tmp_path: Path) -> None:
     train(tmp_path / "one", 1, command)
     for size, words in LAYOUTS:
         train(tmp_path / "moved", size, f"{command} {words}")
-    one, moved = metrics(tmp_path / "one"), metrics(tmp_path / "moved")
+    one, moved = losses_by_step(tmp_path / "one"), losses_by_step(tmp_path / "moved")
     assert sorted(one) == sorted(moved) == list(range(1, 9))
     assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
     diff = megaconv.diff(tmp_path / "one" / "ckpt", tmp_path / "moved" / "ckpt")
@@ -153,7 +149,7 @@ def assert_goes_on_at_layouts(model: str, layouts: list[tuple[int, str]], place:
     train(place / "one", 1, command)
     for size, words in layouts:
         train(place / "moved", size, f"{command} {words}")
-    one, moved = metrics(place / "one"), metrics(place / "moved")
+    one, moved = losses_by_step(place / "one"), losses_by_step(place / "moved")
     assert sorted(one) == sorted(moved) == list(range(1, 9))
     assert [moved[step] for step in moved] == pytest.approx([one[step] for step in one], rel=1e-5)
     diff = megaconv.diff(place / "one" / "ckpt", place / "moved" / "ckpt")
@@ -230,7 +226,7 @@ def test_a_mixture_that_is_stopped_goes_on_with_the_same_bits(
     train(tmp_path / "whole", 4, command)
     train(tmp_path / "parts", 4, f"{command} --ckpt-format torch --exit-interval 2")
     train(tmp_path / "parts", 4, f"{command} --ckpt-format torch")
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert losses_by_step(tmp_path / "parts") == losses_by_step(tmp_path / "whole")
     prints = [megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("whole", "parts")]
     assert (prints[0].weights, prints[0].optimizer) == (prints[1].weights, prints[1].optimizer)
     assert prints[0].optimizer is not None
@@ -326,4 +322,4 @@ def test_a_run_goes_on_with_the_same_bits_whatever_its_ranks_shard(
     assert one.keys() == mixed.keys()
     states = {name for name in one if name.endswith(".distcp")}
     assert {name: one[name] for name in states} == {name: mixed[name] for name in states}
-    assert metrics(tmp_path / "one") == metrics(tmp_path / "mixed")
+    assert losses_by_step(tmp_path / "one") == losses_by_step(tmp_path / "mixed")

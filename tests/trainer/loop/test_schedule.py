@@ -1,6 +1,5 @@
 """Learning rate, weight decay and batch size against Megatron core's own."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from megatron_lite.settings.batch_size import batch_size
 from megatron_lite.settings.config import Training
 from megatron_lite.settings.optimization import Optimizer
 from tests.megatron_oracle import installed_minor
-from tests.trainer.loop.launches import LLAMA, train
+from tests.trainer.loop.launches import LLAMA, metrics, train
 
 pytestmark = pytest.mark.oracle
 
@@ -142,16 +141,13 @@ def test_a_schedule_needs_a_length_in_samples() -> None:
 
 def test_a_run_keeps_its_place_in_the_schedule(tmp_path: Path) -> None:
     """Steps of 2, 2, 4, 4 and 8 sequences; a run that stops after the third goes on with the fourth."""
-    model = LLAMA.replace("--global-batch-size 4 ", "")
+    model = LLAMA.replace("--global-batch-size 4 ", "").replace("--lr-warmup-iters 1 ", "")
     schedule = "--train-samples 20 --step-batch-size-schedule 0:2,64:4,192:8"
     flags = f"pretrain {model} {schedule} --save ckpt"
     train(tmp_path / "straight", 1, flags)
     for more in ("--exit-interval 3", "--resume"):
         train(tmp_path / "stopped", 1, f"{flags} {more}")
-    straight, stopped = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("straight", "stopped")
-    )
+    straight, stopped = (metrics(tmp_path / name) for name in ("straight", "stopped"))
     assert [line["loss"] for line in straight] == [line["loss"] for line in stopped]
     assert [line["consumed_samples"] for line in straight] == [2, 4, 8, 12, 20]
 

@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 import megaconv
-from tests.trainer.loop.launches import train
+from tests.trainer.loop.launches import metrics, train
 from tests.trainer.loop.test_hugging_face_starts import FINETUNE
-from tests.trainer.loop.test_manners import metrics
 from tests.transformers_oracle import MIXTURES, create
 
 pytestmark = pytest.mark.oracle

@@ -1,6 +1,5 @@
 """The starts of a run: checkpoints of NVIDIA's Megatron, of Hugging Face and of our own; and the refused ones."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -14,7 +13,7 @@ import megaconv
 from megatron_lite.loop import prepare
 from megatron_lite.settings.arguments import parse
 from tests.models import write_llama
-from tests.trainer.loop.launches import LLAMA, launch, train
+from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 WORDS = "--mock-data --seq-length 16 --lr 1e-3 --log-interval 1 --eval-iters 0 --global-batch-size 4 --metrics-file metrics.jsonl"
@@ -80,10 +79,7 @@ def test_a_model_that_no_run_has_trained_is_trained_for_all_steps(
     base = hf if form == "hugging face" else tmp_path / "base"
     ran = train(tmp_path, 1, f"pretrain --load {base} {WORDS} --save ckpt --train-iters 6")
     assert "continuing after step" not in ran.log(0)
-    steps = [
-        json.loads(line)["iteration"]
-        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ]
+    steps = [line["iteration"] for line in metrics(tmp_path)]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert megaconv.inspect(tmp_path / "ckpt").to_json()["consumed_train_samples"] == 24
 

@@ -26,8 +26,8 @@ from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import work_out
 from tests.megatron_oracle import Megatron
-from tests.trainer.loop.launches import train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import metrics, train
+from tests.trainer.loop.test_manners import refused
 
 ROOT = Path(__file__).parents[3]
 MASKED = Path(__file__).parents[1] / "fixtures" / "masked"

@@ -17,9 +17,9 @@ from megatron_lite.data.tasks.glue import MNLI
 from megatron_lite.data.tasks.race import RACE
 from megatron_lite.data.tasks.samples import Sequences
 from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
-from tests.trainer.loop.launches import BERT, train
+from tests.trainer.loop.launches import BERT, metrics, train
 from tests.trainer.loop.made_up_tasks import LABELS, VOCABULARY, write_mnli, write_qqp, write_race
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.test_manners import refused
 
 DROPOUTS = "--hidden-dropout 0 --attention-dropout 0"
 COMMON = (

@@ -15,8 +15,8 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.config import Settings
-from tests.trainer.loop.launches import LLAMA, launch
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import LLAMA, launch, metrics
+from tests.trainer.loop.test_manners import refused
 from tests.trainer.parallel.small import MODELS, Case, make_engine
 
 PAGE = Path(__file__).parents[3] / "docs" / "plugins.md"

@@ -7,8 +7,8 @@ import pytest
 
 import megaconv
 from tests.trainer.inference.conversations import save
-from tests.trainer.loop.launches import launch, train
-from tests.trainer.loop.test_manners import metrics, refused
+from tests.trainer.loop.launches import launch, metrics, train
+from tests.trainer.loop.test_manners import refused
 
 BASE = Path(__file__).parents[2] / "fixtures" / "peft-llama-all-linear" / "base"
 WORDS = (
@@ -138,7 +138,7 @@ def test_a_mixture_answers_chats_that_several_functions_judge(layout: str, tmp_p
         (directory / "judges.py").write_text(JUDGES)
         (directory / "prompts.jsonl").write_text(lines)
         train(directory, size, f"{command} {flags}")
-        found.append([json.loads(line) for line in (directory / "metrics.jsonl").open()])
+        found.append(metrics(directory))
     names = {"loss", "reward", "reward_vowels", "reward_brief", "kl", "grad_norm"}
     names |= {"validation_loss", "validation_reward_vowels", "validation_kl"}
     seen: set[str] = set()

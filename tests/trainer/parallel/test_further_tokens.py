@@ -1,6 +1,5 @@
 """Layers that predict further tokens, where embedding and head are one table: they use it three times, on the last stage a copy."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.megatron_oracle import for_this_release, installed_minor
 from tests.optimizer_models import load
 from tests.optimizer_oracle import step as go_on
 from tests.runs import run as megaconv
-from tests.trainer.loop.launches import DEEPSEEK, LLAMA, launch
+from tests.trainer.loop.launches import DEEPSEEK, LLAMA, launch, metrics
 from tests.trainer.loop.launches import train as launch_and_wait
 from tests.trainer.parallel.core_oracle import train_with_core
 from tests.trainer.parallel.small import FULL, Case, train
@@ -102,10 +101,7 @@ def test_a_run_of_two_stages_goes_on_to_the_same_bits_and_is_converted(tmp_path:
     launch_and_wait(tmp_path / "straight", 2, flags)
     for more in ("--exit-interval 1", "--resume"):
         launch_and_wait(tmp_path / "stopped", 2, f"{flags} {more}")
-    straight, stopped = (
-        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("straight", "stopped")
-    )
+    straight, stopped = (metrics(tmp_path / name) for name in ("straight", "stopped"))
     assert [line["mtp_1_loss"] for line in straight] == [line["mtp_1_loss"] for line in stopped]
     assert (
         megaconv("diff", tmp_path / "straight" / "ckpt", tmp_path / "stopped" / "ckpt").status == 0

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,11 +120,26 @@ def test_a_pattern_has_its_newer_name_too_and_gives_the_number_of_layers() -> No
         "--exit-signal SIGUSR1",
         "--mid-level-dataset-surplus 0.1",
         "--fp8-quantizer-factory my.factory",
+        "--verify-integrity",
+        "--use-mp-args-from-checkpoint-args",
     ],
 )
 def test_flags_that_would_change_a_run_are_refused(words: str) -> None:
     with pytest.raises(UsageError, match="is not supported yet; leave it out"):
         parse("pretrain", words.split())
+
+
+def test_a_mask_that_megatron_would_not_make_is_refused(tmp_path: Path) -> None:
+    words = ["--reset-attention-mask", "--no-create-attention-mask-in-dataloader"]
+    in_file = tmp_path / "run.yaml"
+    in_file.write_text("no_create_attention_mask_in_dataloader: true\n")
+    for given in (words, [words[0], "--config-file", str(in_file)]):
+        with pytest.raises(UsageError, match="separates documents by a mask that Megatron"):
+            parse("pretrain", given)
+    in_file.write_text("no_create_attention_mask_in_dataloader: false\n")
+    _, ignored = parse("pretrain", [words[0], "--config-file", str(in_file)])
+    assert ignored == []
+    assert parse("pretrain", words[1:])[1] == words[1:]
 
 
 def test_a_vocabulary_without_padding_is_asked_for_by_its_newer_flag_too() -> None:

@@ -53,6 +53,22 @@ def test_flags_win_over_the_recipe_and_the_recipe_over_defaults(data: str) -> No
     assert alone.checkpointing.load == "meta-llama/Llama-3.3-70B-Instruct"
 
 
+def test_flags_win_over_other_words_for_the_same_in_a_recipe_or_a_file(
+    data: str, tmp_path: Path
+) -> None:
+    """The recipe has epochs and a share of warm-up, the file a batch and a precision."""
+    in_file = tmp_path / "run.yaml"
+    in_file.write_text("global_batch_size: 8\nbf16: true\n")
+    words = "--train-samples 40 --lr-warmup-samples 4 --step-batch-size-schedule 0:4 --fp32"
+    given = [*words.split(), "--config-file", str(in_file), "--recipe", "llama3-8b-lora"]
+    settings, _ = parse("finetune", given, ShortForm("model", data))
+    check_flags(settings)
+    assert settings.training.epochs is None
+    assert settings.training.global_batch_size is None
+    assert settings.optimizer.lr_warmup_fraction is None
+    assert (settings.precision.fp32, settings.precision.bf16) == (True, False)
+
+
 def test_a_chosen_length_replaces_the_epochs(data: str) -> None:
     settings, _ = parse("finetune", ["--train-iters", "5"], ShortForm("model", data))
     assert settings.training.epochs is None
