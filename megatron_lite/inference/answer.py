@@ -6,7 +6,7 @@ from megatron_lite.inference.text import TextStream
 
 
 class Said(NamedTuple):
-    """What a token adds to an answer."""
+    """The text and the thinking that a token adds to an answer."""
 
     text: str = ""
     thinking: str = ""

@@ -10,9 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.data.harmony import begins_answer, harmony_marks
+from megatron_lite.data.harmony_messages import REASONING
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
+from megatron_lite.inference.answer import Said
 from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import NotFinite
@@ -97,15 +101,30 @@ class Sampler:
         columns = {name: [prompt.columns.get(name) for prompt in asked] for name in names}
         completions: list[Any] = []
         for prompt, tokens in zip(asked, ids, strict=True):
-            text = self.tokenizer.detokenize(tokens)
             is_chat = not isinstance(prompt.content, str)
-            completions.append([{"role": "assistant", "content": text}] if is_chat else text)
+            completions.append(
+                [self._message(prompt, tokens)] if is_chat else self.tokenizer.detokenize(tokens)
+            )
         return {
             **columns,
             "prompts": [prompt.content for prompt in asked],
             "completions": completions,
             "completion_ids": [list(tokens) for tokens in ids],
         }
+
+    def _message(self, prompt: Prompt, tokens: Sequence[int]) -> dict[str, str]:
+        """Return a completion as the assistant's message. In harmony, its thinking is apart from its content."""
+        marks = harmony_marks(self.tokenizer)
+        if marks is None or not begins_answer(prompt.ids, marks):
+            return {"role": "assistant", "content": self.tokenizer.detokenize(tokens)}
+        answer = HarmonyStream(marks, self.tokenizer.detokenize, prompt.ids)
+        said = Said()
+        for token in tokens:
+            if token not in self.stop_ids:
+                said += answer.add(token)
+        said += answer.finish(complete=tokens[-1] in self.stop_ids)
+        thinking = {REASONING[0]: said.thinking} if said.thinking else {}
+        return {"role": "assistant", "content": said.text, **thinking}
 
     def _shared(self, found: Completions | None, count: int) -> Completions:
         """Return the completions of rank 0 on all ranks."""

@@ -15,7 +15,7 @@ _OF_LAYOUT = {
     "|": "--pipeline-model-parallel-layout or --decoder-first-pipeline-num-layers for stages of different sizes",
     "/": "--load with a model that has layers for multi-token prediction",
 }
-"""What a pattern of core 0.17 and later may have beside layers -> what to give instead."""
+"""A symbol that is no layer, in patterns of core 0.17 and later -> the flag to give instead."""
 
 
 def hybrid_fields(model: Model) -> dict[str, Any]:

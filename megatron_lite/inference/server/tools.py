@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,33 +70,31 @@ class Tools:
 
     def split(self, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
         """Return (text without calls, calls). The calls have OpenAI's form. Text that is no call stays as it is."""
-        rest = ""
-        if _MARKED.search(text):
-            found = [call for each in _MARKED.findall(text) for call in self._marked_calls(each)]
-            rest = _MARKED.sub("", text).strip()
-        elif _INVOCATIONS.search(text):
-            invoked = "".join(_INVOCATIONS.findall(text))
-            found = self._known(read_invocations(invoked, self._schemas))
-            rest = _INVOCATIONS.sub("", text).strip()
-        elif CALLS.search(text):
-            found = self._known(read_deepseek_calls("".join(CALLS.findall(text))))
-            rest = CALLS.sub("", text).strip()
+        for marks, read in self._readers():
+            if marks.search(text):
+                rest, found = _taken_out(text, marks, read)
+                break
         else:
-            found = self._json_calls(text) or self._known(read_python_calls(text))
+            rest, found = "", self._json_calls(text) or self._known(read_python_calls(text))
         if not found:
             return text, ()
         calls = found[:1] if self.single else found
         return rest, tuple(calls)
+
+    def _readers(self) -> Iterator[tuple[re.Pattern[str], Callable[[str], list[dict[str, Any]]]]]:
+        """Yield (marks around calls, the function that reads the calls between two marks)."""
+        yield _MARKED, self._marked_calls
+        yield _INVOCATIONS, lambda text: self._known(read_invocations(text, self._schemas))
+        yield CALLS, lambda text: self._known(read_deepseek_calls(text))
 
     @property
     def _schemas(self) -> dict[str, Mapping[str, Any]]:
         return {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
 
     def _known(self, calls: Sequence[Named]) -> list[dict[str, Any]]:
-        """Return the calls of known tools in OpenAI's form."""
-        return [
-            _openai_call(name, _json(arguments)) for name, arguments in calls if name in self.names
-        ]
+        """Return the calls of known tools in OpenAI's form, without those whose arguments have no form in JSON."""
+        written = [(name, _json(arguments)) for name, arguments in calls if name in self.names]
+        return [_openai_call(name, text) for name, text in written if text is not None]
 
     def _marked_calls(self, text: str) -> list[dict[str, Any]]:
         """Return the calls between two marks: in XML or in JSON."""
@@ -114,17 +112,8 @@ class Tools:
         except (ValueError, RecursionError):
             return []
         several = value if isinstance(value, list) else [value]
-        calls = [self._call(each) for each in several]
-        return [call for call in calls if call is not None]
-
-    def _call(self, value: Any) -> dict[str, Any] | None:
-        if not isinstance(value, dict) or value.get("name") not in self.names:
-            return None
-        given = [value[key] for key in _ARGUMENTS if key in value]
-        arguments: Any = given[0] if given else {}
-        if not isinstance(arguments, dict):
-            return None
-        return _openai_call(value["name"], _json(arguments))
+        named = [_named(each) for each in several]
+        return self._known([each for each in named if each is not None])
 
 
 def read_tools(fields: Fields) -> Tools | None:
@@ -186,8 +175,40 @@ def _check(described: Any) -> None:
             raise Refused(f"the parameters of tool {number} should be a JSON schema", "tools")
 
 
-def _json(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+def _named(value: Any) -> Named | None:
+    """Return (name, arguments) of a call in JSON; None for another value."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    given = [value[key] for key in _ARGUMENTS if key in value]
+    arguments: Any = given[0] if given else {}
+    return (value["name"], arguments) if isinstance(arguments, dict) else None
+
+
+def _taken_out(
+    text: str, marks: re.Pattern[str], read: Callable[[str], list[dict[str, Any]]]
+) -> tuple[str, list[dict[str, Any]]]:
+    """Return (text without calls, calls). Text between marks that is no call of a known tool stays as it is."""
+    calls: list[dict[str, Any]] = []
+
+    def replaced(found: re.Match[str]) -> str:
+        own = read(found[1])
+        calls.extend(own)
+        return "" if own else found[0]
+
+    return marks.sub(replaced, text).strip(), calls
+
+
+def _json(arguments: Mapping[str, Any]) -> str | None:
+    """Return arguments as JSON; None for NaN, infinity and values that are nested too deeply."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair can't be sent, except as an escape.
+        return json.dumps(arguments)
+    except (ValueError, RecursionError):
+        return None
+    return text
 
 
 def _openai_call(name: str, arguments: str) -> dict[str, Any]:

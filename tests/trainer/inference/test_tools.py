@@ -51,8 +51,19 @@ def read(**fields: Any) -> Tools | None:
         ("<tool_call>no JSON</tool_call>", "<tool_call>no JSON</tool_call>", []),
         ('{"city": "Köln"}', '{"city": "Köln"}', []),
         ("plain text", "plain text", []),
+        (
+            'A. <tool_call>{"name": "time"}</tool_call><tool_call>{"name": "wea',
+            'A. <tool_call>{"name": "wea',
+            [("time", {})],
+        ),
+        (
+            '<tool_call>{"name": "other"}</tool_call><tool_call>{"name": "time"}</tool_call>',
+            '<tool_call>{"name": "other"}</tool_call>',
+            [("time", {})],
+        ),
+        (r'{"name": "weather", "arguments": {"city": "\ud800"}}', "", [("weather", {"city": "\ud800"})]),
     ],
-)
+)  # fmt: skip
 def test_calls_are_found_in_an_answer(
     text: str, rest: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
@@ -61,6 +72,35 @@ def test_calls_are_found_in_an_answer(
     made = [call["function"] for call in found]
     assert [(each["name"], json.loads(each["arguments"])) for each in made] == calls
     assert len({call["id"] for call in found}) == len(calls)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        '{{"name": "weather", "arguments": {{"city": {}}}}}',
+        "<tool_call><function=time><parameter=days>{}</parameter></function></tool_call>",
+        '<minimax:tool_call><invoke name="time"><parameter name="a">{}</parameter></invoke></minimax:tool_call>',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>time<｜tool▁sep｜>{{\"a\": {}}}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ],
+)  # fmt: skip
+def test_arguments_that_no_client_can_read_are_no_call(form: str, value: str) -> None:
+    """They are no JSON, although Python's parser reads them."""
+    text = form.format(value)
+    assert TOOLS.split(text) == (text, ())
+
+
+@pytest.mark.parametrize("depth", range(800, 1000, 20))
+def test_deep_arguments_are_a_call_or_text(depth: int) -> None:
+    """Python's parser reads deeper values than its writer writes."""
+    text = '{"name": "time", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
+    rest, calls = TOOLS.split(text)
+    assert rest == ("" if calls else text)
+
+
+def test_calls_can_be_sent_in_a_stream() -> None:
+    _, (call,) = TOOLS.split(r'{"name": "weather", "arguments": {"city": "\ud800ö"}}')
+    assert json.loads(json.dumps(call, ensure_ascii=False).encode()) == call
 
 
 SHOP = {

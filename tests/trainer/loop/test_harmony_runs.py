@@ -93,6 +93,32 @@ def log_probabilities(
     return found
 
 
+REWARDS = """
+def brief(completions, completion_ids, **columns):
+    assert all(set(message) <= {"role", "content", "reasoning_content"} for message, in completions)
+    return [-len(message["content"]) / len(ids) for (message,), ids in zip(completions, completion_ids)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--lora-rank 4"])
+def test_rewards_of_completions_are_the_same_at_every_layout(
+    flags: str, base: Path, tmp_path: Path
+) -> None:
+    """Tensor parallelism of a mixture of experts needs sequence parallelism, which --grpo doesn't have."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    words = (
+        f"--grpo --reward {tmp_path}/rewards.py:brief --max-completion-length 6 --num-generations 4 --beta 0.04 "
+        f"--lr 1e-3 {flags}"
+    )
+    prompts = [{"prompt": [question]} for question in QUESTIONS]
+    alone = run(base, tmp_path / "alone", prompts, "one process", words)
+    for layout in ("pp 2", "ep 2, pp 2"):
+        found = run(base, tmp_path / layout.replace(" ", ""), prompts, layout, words)
+        for name in ("loss", "reward", "kl", "grad_norm"):
+            assert found[name] == pytest.approx(alone[name], rel=1e-3, abs=1e-5)
+
+
 CASES = [("one process", ""), ("tp 2, ep 2", "--lora-rank 4")]
 FURTHER = [
     (layout, flags)
