@@ -9,13 +9,13 @@ from itertools import chain
 from pathlib import Path
 
 from megaconv.adapters.derived import EveryNth, Rows
+from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import (
     CONFIG,
     Adapter,
     ModuleAdapter,
     adapter_directory,
     module_path,
-    open_adapter,
 )
 from megaconv.adapters.sharing import with_shared
 from megaconv.adapters.targets import weights_of

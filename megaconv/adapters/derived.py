@@ -33,6 +33,28 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """The transpose of a matrix."""
+
+    source: LazyTensor
+
+    @property
+    def shape(self) -> Shape:
+        rows, cols = self.source.shape
+        return cols, rows
+
+    @property
+    def dtype(self) -> str:
+        return self.source.dtype
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        item = np.dtype((np.void, ITEMSIZE[self.dtype]))
+        read = np.empty((box.cols, box.rows * item.itemsize), np.uint8)
+        self.source.read_into(Box(box.col0, box.col1, box.row0, box.row1), read)
+        np.copyto(out, np.ascontiguousarray(read.view(item).T).view(np.uint8))
+
+
+@dataclass(frozen=True)
 class EveryNth:
     """The columns first, first + step ... of a matrix."""
 

@@ -11,7 +11,8 @@ from formats.regular_files import read_small
 from formats.tensor import InputFile, LazyTensor
 from formats.wording import counted
 from megaconv.adapters.low_rank import MergedTensor
-from megaconv.adapters.peft_files import CONFIG, Adapter, open_adapter
+from megaconv.adapters.opening import open_adapter
+from megaconv.adapters.peft_files import CONFIG, Adapter
 from megaconv.adapters.targets import Changes, changes_of
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family

@@ -17,11 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from formats.ceilings import CONFIG_BYTES
 from formats.rank_files import find_version
-from formats.regular_files import read_json
 from formats.tensor import LazyTensor
-from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput, UsageError
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.huggingface.weight_files import read_file
 from megaconv.model.check import listing
 
@@ -147,16 +145,8 @@ def adapter_directory(path: Path) -> Path:
     return version if version is not None and (version / CONFIG).is_file() else path
 
 
-def open_adapter(directory: Path) -> Adapter:
-    """Open an adapter. Raises CheckpointError if it isn't a complete LoRA adapter or can't be merged."""
-    if not directory.is_dir():
-        raise UsageError(f"--adapter {directory}: no such directory")
-    directory = adapter_directory(directory)
-    if not (directory / CONFIG).is_file():
-        raise UsageError(
-            f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
-        )
-    config = read_config(directory / CONFIG)
+def open_peft_adapter(directory: Path, config: AdapterConfig) -> Adapter:
+    """Open an adapter. Raises CheckpointError if it isn't complete, or has tensors that can't be merged."""
     present = [directory / name for name in WEIGHTS if (directory / name).is_file()]
     if not present:
         raise CorruptCheckpoint(
@@ -174,14 +164,11 @@ def open_adapter(directory: Path) -> Adapter:
     )
 
 
-def read_config(path: Path) -> AdapterConfig:
-    """Read an adapter_config.json.
+def peft_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
+    """The settings of an adapter_config.json.
 
     Raises CorruptCheckpoint for a value of the wrong type, UnsupportedInput for a setting that can't be merged.
     """
-    raw = read_json(path, CONFIG_BYTES)
-    if not isinstance(raw, dict):
-        raise CorruptCheckpoint(f"{path}: expected a JSON object, found {type(raw).__name__}")
     _refuse_unsupported(raw, str(path))
     try:
         return AdapterConfig(

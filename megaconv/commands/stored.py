@@ -282,7 +282,7 @@ def _rank_facts(value: object) -> dict[str, str]:
 
 
 def adapter_facts(path: Path) -> dict[str, str] | None:
-    """Facts from an adapter_config.json (PEFT); None without one."""
+    """Facts from an adapter_config.json of peft or mlx-lm; None without one."""
     file = path / "adapter_config.json"
     if not file.is_file():
         return None
@@ -297,6 +297,9 @@ def adapter_facts(path: Path) -> dict[str, str] | None:
         "bias",
         "target_modules",
         "modules_to_save",
+        "fine_tune_type",
+        "lora_parameters",
+        "num_layers",
     )
     return {name: _short(found[name]) for name in wanted if found.get(name) not in (None, False)}
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor, read_tensor
-from megaconv.adapters.peft_files import CONFIG, open_adapter
+from megaconv.adapters.opening import open_adapter
+from megaconv.adapters.peft_files import CONFIG
 from megaconv.adapters.targets import weights_of
 from megaconv.errors import NotExpressible
 from megaconv.families import family

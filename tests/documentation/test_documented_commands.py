@@ -236,6 +236,22 @@ def write_adapter(target: Path) -> None:
     (target / "adapter_config.json").write_text(json.dumps(config))
 
 
+def write_mlx_adapter(target: Path) -> None:
+    """The same, as mlx-lm saves it."""
+    name = "model.layers.{}.self_attn.q_proj.lora_{}"
+    sides = {"a": (256, 4), "b": (4, 256)}
+    tensors = {
+        name.format(layer, side): torch.ones(shape)
+        for layer in range(8)
+        for side, shape in sides.items()
+    }
+    target.mkdir()
+    save_file(tensors, target / "adapters.safetensors")
+    settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    config = {"fine_tune_type": "lora", "lora_parameters": settings, "num_layers": 8}
+    (target / "adapter_config.json").write_text(json.dumps(config))
+
+
 METRICS = lines({"iteration": 1, "loss": 2.5}, {"iteration": 2, "loss": 2.25})
 
 
@@ -256,6 +272,7 @@ def usual(llama: Path) -> dict[str, Make]:
         **dict.fromkeys((*llamas, *chats), copy_of(llama)),
         "ckpt": converted(llama, "--saver", "core", "--tp", "2"),
         "my-adapter": write_adapter,
+        "mlx-adapter": write_mlx_adapter,
         "run": optimizer,
         "ict": fixture("biencoder-legacy-separate"),
         "retro-ckpt": fixture("retro-tp2-torch"),

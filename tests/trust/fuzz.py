@@ -38,7 +38,7 @@ from formats.errors import CheckpointError
 from formats.journal import Journal
 from formats.tensor import InputFile, byte_count, read_tensor
 from formats.yaml_file import read_yaml
-from megaconv.adapters import peft_files
+from megaconv.adapters import opening, peft_files
 from megaconv.families import read_config
 from megaconv.families.parts.meta_params import load_params
 from tests.trust.bench import Bench
@@ -125,7 +125,7 @@ def _read_dtensors(content: bytes, folder: Path) -> object:
 
 
 def _read_adapter(content: bytes, folder: Path) -> object:
-    config = peft_files.read_config(_file(content, folder / peft_files.CONFIG))
+    config = opening.read_adapter_config(_file(content, folder / peft_files.CONFIG))
     return [
         config.scale_of(f"model.layers.{layer}.self_attn.q_proj", config.rank) for layer in range(4)
     ]
