@@ -7,8 +7,8 @@ from megaconv.huggingface.scales import is_quantized
 from megaconv.model.ir import Header
 from megaconv.model.natives import NativeTensor
 
-_RENAMED = {"backbone.": "(backbone|model)[.]"}
-"""The beginning of names in the files of Nemotron-H -> a pattern that has transformers' and vLLM's name too."""
+_RENAMED = {"backbone.": "model."}
+"""The beginning of names in the files of Nemotron-H -> that of transformers' and vLLM's modules."""
 
 
 def plain_modules(natives: Sequence[NativeTensor], header: Header) -> list[str]:
@@ -24,30 +24,34 @@ def plain_modules(natives: Sequence[NativeTensor], header: Header) -> list[str]:
     return sorted(found)
 
 
-def patterns(plain: Sequence[str], natives: Sequence[NativeTensor], header: Header) -> list[str]:
-    """Patterns of compressed-tensors for all that lies in a module without quantized weights.
+def closed_modules(
+    plain: Sequence[str], natives: Sequence[NativeTensor], header: Header
+) -> list[str]:
+    """The modules that hold matrices and no quantized weight, under the names of files and of engines.
 
-    Engines rename and split modules, such as the experts of a layer and the projections of a mixer. Exact names of files
-    would miss them. plain: the modules of `plain_modules`.
+    Engines rename and split what lies in a module, such as the experts of a layer and the projections of a mixer. Names of
+    the files' matrices would miss them. plain: the modules of `plain_modules`.
     """
     stacked = {_module(native) for native in natives if is_stacked(native)}
     quantized = [native.name for native in natives if is_quantized(native, header)]
-    parents = {name if name in stacked else name.rpartition(".")[0] for name in plain}
-    return [
-        f"re:{_pattern(parent)}[.].*"
-        for parent in sorted(parents)
-        if parent and not any(name.startswith(f"{parent}.") for name in quantized)
-    ]
+    found = {name.rpartition(".")[0] for name in plain} | stacked
+    closed = {
+        name
+        for name in found
+        if name and not any(other.startswith(f"{name}.") for other in quantized)
+    }
+    for old, new in _RENAMED.items():
+        closed |= {new + name.removeprefix(old) for name in closed if name.startswith(old)}
+    return sorted(closed)
+
+
+def pattern(module: str) -> str:
+    """The pattern of compressed-tensors for all that lies in a module."""
+    escaped = module.replace(".", "[.]")
+    return f"re:{escaped}[.].*"
 
 
 def _module(native: NativeTensor) -> str:
     """The module of a tensor. A stacked tensor without `.weight` is a parameter of its module."""
     module, _, last = native.name.rpartition(".")
     return module if last == "weight" or is_stacked(native) else native.name
-
-
-def _pattern(module: str) -> str:
-    for beginning, renamed in _RENAMED.items():
-        if module.startswith(beginning):
-            return renamed + _pattern(module.removeprefix(beginning))
-    return module.replace(".", "[.]")

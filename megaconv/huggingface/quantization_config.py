@@ -11,7 +11,7 @@ from typing import Any
 from megaconv import _version
 from megaconv.families.parts.hf_config import MODELOPT_FILE, QUANTIZATION, as_file
 from megaconv.huggingface.packed import mxfp4_settings, packed_settings
-from megaconv.huggingface.plain_modules import patterns, plain_modules
+from megaconv.huggingface.plain_modules import closed_modules, pattern, plain_modules
 from megaconv.model.ir import Header
 from megaconv.model.natives import NativeTensor
 from megaconv.options import (
@@ -63,13 +63,14 @@ def quantization_files(
     the stored tensors.
     """
     plain = plain_modules(natives, header)
+    closed = closed_modules(plain, natives, header)
     kind = options.quantize or ""
     if kind == FP8_BLOCK:
-        return {name: _with(config, _deepseek(plain))}
+        return {name: _with(config, _deepseek(sorted({*plain, *closed})))}
     if kind == MXFP4:
         return {name: _with(config, mxfp4_settings())}
     if kind in PACKED:
-        ignored = [*plain, *patterns(plain, natives, header)]
+        ignored = [*plain, *map(pattern, closed)]
         return {name: _with(config, packed_settings(ignored, options))}
     producer = {"name": "megaconv", "version": _version.__version__}
     described = {

@@ -228,6 +228,12 @@ def is_ignored(module: str, ignored: list[str]) -> bool:
             ["backbone.layers.0.mixer.in_proj", "model.layers.0.mixer.out_proj"],
             ["model.layers.1.mixer.q_proj", "backbone.layers.2.mixer.up_proj"],
         ),
+        (
+            "granite_moe",
+            {"num_attention_heads": 4, "head_dim": 32, "num_local_experts": 4},
+            ["model.layers.0.block_sparse_moe.experts.0.gate_proj"],
+            ["model.layers.0.self_attn.q_proj"],
+        ),
         # vLLM asks for the experts one by one.
         (
             "gpt_oss",

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,3 +135,34 @@ def test_an_unknown_quantization_names_the_known_one(tmp_path: Path) -> None:
         megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", quantize="int4")
     with pytest.raises(UsageError, match="--quantize"):
         megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="core", quantize="fp8-block")
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("family", "sizes", "plain", "quantized"),
+    [
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M*-"},
+            ["model.layers.0.mixer.in_proj", "model.layers.0.mixer.out_proj"],
+            ["model.layers.1.mixer.q_proj", "model.layers.2.mixer.up_proj"],
+        ),
+        (
+            "granite_moe",
+            {},
+            ["model.layers.0.block_sparse_moe.experts"],
+            ["model.layers.0.self_attn.q_proj"],
+        ),
+    ],
+)
+def test_transformers_converts_no_module_without_quantized_weights(
+    family: str, sizes: dict[str, Any], plain: list[str], quantized: list[str], tmp_path: Path
+) -> None:
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    write_model(tmp_path / "hf", family, **sizes)
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", quantize="fp8-block")
+    settings = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    kept = settings["modules_to_not_convert"]
+    assert not any(should_convert_module(module, kept) for module in plain)
+    assert all(should_convert_module(module, kept) for module in quantized)
