@@ -1,7 +1,8 @@
-"""Models of families with experts whose config.json has `num_experts` 0: transformers makes all of their layers dense."""
+"""Models of families with experts whose layers are all dense: by `num_experts` 0, or as the first layers of a larger model."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,7 @@ import megaconv
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import families
 from tests.config_models import raw_config
+from tests.families.test_families import write_model
 from tests.trainer.parallel.changed_configurations import TOKENS, logits_of_the_trainer
 from tests.transformers_oracle import BEYOND_MEGATRON, MIXTURES, NAMED, compute, create, load
 
@@ -36,3 +38,20 @@ def test_a_number_of_experts_that_no_model_has_is_refused_by_its_key(name: str) 
     for count in (-1, "many", 4.0):
         with pytest.raises(CorruptCheckpoint, match="num_experts should be a number, found"):
             families()[name].read_hf(raw_config(name, num_experts=count))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("deepseek_v3", {"first_k_dense_replace": 3, "num_nextn_predict_layers": 0}),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}),
+    ],
+)
+@pytest.mark.parametrize("layout", [{}, {"pp": 3}, {"tp": 4}, {"ckpt_format": "torch_dist"}])
+def test_a_checkpoint_of_dense_layers_alone_is_resharded(
+    family: str, keys: dict[str, Any], layout: dict[str, Any], tmp_path: Path
+) -> None:
+    source = write_model(tmp_path / "hf", family, **keys)
+    megaconv.convert(source, tmp_path / "core", saver="core", tp=2)
+    megaconv.convert(tmp_path / "core", tmp_path / "other", saver="core", verify=True, **layout)
+    assert megaconv.diff(tmp_path / "other", source).same

@@ -376,11 +376,14 @@ def _layers(ranks: Ranks, layout: Layout, before_number: str) -> Iterator[tuple[
 
 
 def expert_tensor_parallel_size(ranks: Ranks, moe_ffn: int, experts: int) -> int:
-    """The expert tensor-parallel size according to the shape of a shard: some tools write wrong args."""
+    """The expert tensor-parallel size according to the shape of a shard: some tools write wrong args.
+
+    The tensor-parallel size if all layers are dense, so that no shard shows it.
+    """
     for chunk in (chunk for chunks in ranks.weights.values() for chunk in chunks):
         for name, tensor in chunk.items():
             if ".experts." in name and "linear_fc2.weight" in name:
                 return moe_ffn // int(tensor.shape[-1]) or 1
             if name.endswith(".experts.weight2"):
                 return moe_ffn * experts // ranks.ep // int(tensor.shape[0]) or 1
-    return 1
+    return ranks.tp
