@@ -1,9 +1,11 @@
-"""Signatures of optional GPU packages, read from their sources without a GPU.
+"""Signatures of optional GPU packages and of torch's private operators, read from their sources without a GPU.
 
 Make the file of signatures again, with clones of the repositories that have all tags. Without a clone (-), the signatures
 of its package stay as they are:
 
-    python -m tests.library_signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE
+    python -m tests.library_signatures FLASH_ATTENTION_CLONE TRANSFORMER_ENGINE_CLONE MAMBA_CLONE CAUSAL_CONV1D_CLONE FLA_CLONE TORCH_WHEELS
+
+TORCH_WHEELS is a folder with wheels of torch: `pip download --no-deps torch==2.9.0`.
 
 A version that a clone lacks is read from the wheel or the source package beside the clone: from
 `flash_attn_4-4.0.0b36-*.whl`, `transformer_engine-2.20.2-*.whl` or `causal_conv1d-1.7.0.tar.gz`, as `pip download` writes them.
@@ -70,6 +72,16 @@ WITH_STATES = {
 }  # fmt: skip
 """Kernels of mixers with a state: the module from which we import -> the file, the function, the versions."""
 
+TORCH = ("2.9.0", "2.15.0")
+"""pyproject.toml's oldest torch for the trainer, and the newest one. Tests also read the operators of the installed torch."""
+TORCH_FILE = "torchgen/packaged/ATen/native/native_functions.yaml"
+TORCH_OPERATORS = (
+    "_flash_attention_backward", "_flash_attention_forward", "_foreach_norm.Scalar", "_make_per_channel_quantized_tensor",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_mm",
+    "addmm.dtype_out", "mm.dtype_out", "silu_backward.grad_input",
+)  # fmt: skip
+"""The operators that our code calls although they are private, or by their overload."""
+
 Parameters = list[dict[str, Any]]
 """The parameters in order: each with `name`, `kind` and, if it has a default, `optional`."""
 
@@ -83,6 +95,12 @@ def signatures(package: str) -> dict[str, dict[str, dict[str, Parameters]]]:
 def states(version: str) -> dict[str, list[str]]:
     """Return the stored names of a version's state by module of Transformer Engine."""
     found: dict[str, list[str]] = json.loads(PATH.read_text())["states"][version]
+    return found
+
+
+def operators(version: str) -> dict[str, str]:
+    """Return the stored schemas of torch's operators by name, such as `mm.dtype_out`."""
+    found: dict[str, str] = json.loads(PATH.read_text())["torch"][version]
     return found
 
 
@@ -246,15 +264,29 @@ def _with_states(clones: Sequence[str]) -> dict[str, Any]:
     return made
 
 
+def _torch(wheels: str) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for version in TORCH:
+        source = _packaged(Path(wheels), version, TORCH_FILE)
+        assert source is not None, f"{wheels} has no wheel of torch {version}"
+        lines = source.splitlines()
+        schemas = [line.removeprefix("- func: ") for line in lines if line.startswith("- func: ")]
+        by_name = {schema.partition("(")[0]: schema for schema in schemas}
+        made[version] = {name: by_name[name] for name in TORCH_OPERATORS}
+    return made
+
+
 def main() -> None:
     """Write the file."""
-    flash_clone, engine_clone, *clones = sys.argv[1:]
+    flash_clone, engine_clone, *clones, wheels = sys.argv[1:]
     found = json.loads(PATH.read_text())
     if flash_clone != "-":
         found["flash-attention"] = _flash(flash_clone)
     if engine_clone != "-":
         found |= {"engine": _engine(engine_clone), "states": _states(engine_clone)}
     found["with states"] = _with_states(clones)
+    if wheels != "-":
+        found["torch"] = _torch(wheels)
     lines = json.dumps(found, separators=(",", ":")).replace("}]", "}]\n")
     PATH.write_text(lines + "\n")
 

@@ -11,6 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from megatron_lite.products.accumulating import GradientSum
+from megatron_lite.settings.options import LoRA
 from tests.trainer.parallel.small import SELECTIVE, Case, make_engine, step
 from tests.trainer.parallel.worlds import World
 
@@ -21,8 +22,11 @@ CASES = {
     "experts": (Case("mixtral", tp=2, ep=2, sequence_parallel=True), 7),
     "sharded parameters": (Case("qwen3", dp=2, distributed=True, zero=3), 4),
     "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 12),
+    "adapters": (Case("llama", options=(("lora", LoRA(rank=2, alpha=4.0)),)), 8),
 }
 """A case, and the number of graphs that it may have: for rows of one document, and for packed rows.
+
+The first layer's input has no gradient if only adapters are trained, so that it has graphs of its own.
 
 A packed row's attention is not compiled, so that a layer has a graph before it and one behind it. The same holds for
 a mixture of experts, whose activation is a graph too.
@@ -62,7 +66,8 @@ def test_no_later_step_compiles_and_like_layers_share_their_graphs(
     world: World, case: Case, most: int
 ) -> None:
     """The backend runs the traced graphs. Sequences and documents differ from step to step."""
-    compiled = world.run(case.world, _steps, replace(case, options=COMPILED), "aot_eager")
+    options = (*case.options, *COMPILED)
+    compiled = world.run(case.world, _steps, replace(case, options=options), "aot_eager")
     plain = world.run(case.world, _steps, case, "aot_eager")
     for found, expected in zip(compiled, plain, strict=True):
         graphs = [each.graphs for each in found]

@@ -1,4 +1,4 @@
-"""Our calls of torch's private operators, against the schemas of the installed torch."""
+"""Our calls of torch's private operators, against the schemas of the installed torch, and of the oldest and the newest one."""
 
 import ast
 import inspect
@@ -13,10 +13,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import megatron_lite
+from tests.library_signatures import TORCH, TORCH_OPERATORS, operators
 
 ROOT = Path(megatron_lite.__file__).parent
 PRIVATE = re.compile(r"torch\.(ops\.aten\.|(?=_[a-z]+(_[a-z]+)*$))")
 """The begin of an operator's full name: in torch.ops.aten, or a private function of torch."""
+INSTALLED = "installed"
 STARRED = {"batch_first": 3, "tensors": 5}
 """The number of tensors that a starred argument stands for, by its name."""
 
@@ -74,9 +76,23 @@ def overload(call: ast.Call) -> Any:
     return found
 
 
+def full_name(call: ast.Call) -> str:
+    """Return the name of the operator, with its overload."""
+    schema = overload(call)._schema
+    name = schema.name.removeprefix("aten::")
+    return f"{name}.{schema.overload_name}" if schema.overload_name else name
+
+
+def schema_of(call: ast.Call, version: str) -> Any:
+    if version == INSTALLED:
+        return overload(call)._schema
+    return torch._C.parse_schema(f"aten::{operators(version)[full_name(call)]}")
+
+
+@pytest.mark.parametrize("version", [INSTALLED, *TORCH])
 @pytest.mark.parametrize("call", [call for _, call in CALLS], ids=[place for place, _ in CALLS])
-def test_a_call_fits_the_schema(call: ast.Call) -> None:
-    arguments = overload(call)._schema.arguments
+def test_a_call_fits_the_schema(call: ast.Call, version: str) -> None:
+    arguments = schema_of(call, version).arguments
     by_place = [each for each in arguments if not each.kwarg_only]
     given = {each.name for each in by_place[: places(call)]}
     assert places(call) <= len(by_place)
@@ -84,6 +100,10 @@ def test_a_call_fits_the_schema(call: ast.Call) -> None:
     assert keywords(call) <= {each.name for each in arguments}
     missing = [each.name for each in arguments if not each.has_default_value()]
     assert set(missing) <= given | keywords(call)
+
+
+def test_the_schemas_of_all_operators_are_stored() -> None:
+    assert {full_name(call) for _, call in CALLS} == set(TORCH_OPERATORS)
 
 
 def test_all_operators_are_found() -> None:
