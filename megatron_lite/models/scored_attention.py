@@ -8,7 +8,7 @@ keys and values, whatever --cp-comm-type says.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,16 @@ class Visibility:
     """int64 [batch, queries] and [batch, keys]: the number of each token's document. None: each row is one document."""
     in_order: bool
     """True if query i and key i have position i."""
+    _slopes: dict[tuple[tuple[float, ...], torch.dtype], Tensor] = field(default_factory=dict)
+
+    def slopes(self, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+        """Return the slopes of heads, [heads]. They are made once for all layers, without waiting for the device."""
+        key = numbers, dtype
+        if key not in self._slopes:
+            device = self.queries.device
+            made = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+            self._slopes[key] = made.to(device, non_blocking=True)
+        return self._slopes[key]
 
     def own_part(self, ranks: TensorGroup) -> "Visibility":
         """Return the visibility of this tensor rank's queries."""
@@ -220,8 +230,8 @@ def _changed(scores: Tensor, scope: Scope, part: slice) -> Tensor:
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
     if slopes is not None:
-        slope_of_heads = scores.new_tensor(slopes).view(*scores.shape[1:3], 1, 1)
-        scores = scores - slope_of_heads * scope.distances(part)
+        of_heads = scope.seen.slopes(slopes, scores.dtype).view(*scores.shape[1:3], 1, 1)
+        scores = scores - of_heads * scope.distances(part)
     return scores
 
 

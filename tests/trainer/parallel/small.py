@@ -132,6 +132,12 @@ _GPT2 = {
     "mlp.activation": "gelu_tanh",
     "mlp.gated": False,
 }
+_MPT = {
+    "positions.kind": "alibi",
+    "norm.bias": False,
+    "mlp.activation": "gelu",
+    "attention.kv_heads": 4,
+}
 _HYBRID = {
     "layers.mixer": ("mamba", "attention", "none", "none"), "layers.mlp": ("none", "none", "dense", "experts"), "mlp.activation": "relu2",
     "mlp.gated": False, "positions.kind": "none", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2, "mamba.state": 5,
@@ -194,6 +200,7 @@ MODELS = {
     "laguna": from_fields("laguna", {**SIZES, **_EXPERTS, **_LAGUNA}),
     "mimo_v2_flash": from_fields("mimo_v2_flash", {**SIZES, **_EXPERTS, **_MIMO_V2}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),
+    "mpt": from_fields("mpt", {**_GPT2, **SIZES, **_MPT, "tie_embeddings": True}),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **SIZES, "attention.kv_heads": 4}),
 }
 
