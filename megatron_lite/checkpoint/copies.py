@@ -21,6 +21,8 @@ class Copies:
         self._used = 0
         self._made: Any = None
         """A CUDA event recorded after the last copy."""
+        self._device: torch.device | None = None
+        """The GPU of the copied tensors."""
 
     def begin(self) -> None:
         """Start a new save. The previous save must be written already."""
@@ -29,6 +31,8 @@ class Copies:
     def of(self, tensor: Tensor) -> Tensor:
         """Return the buffer for the tensor's copy. The buffer is filled after wait()."""
         pinned = tensor.is_cuda
+        if pinned:
+            self._device = tensor.device
         if self._used == len(self._buffers):
             self._buffers.append(_buffer(tensor, pinned=pinned))
         buffer = self._buffers[self._used]
@@ -45,7 +49,10 @@ class Copies:
 
     def wait(self) -> None:
         """Wait until all copies are complete. May be called from any thread."""
-        if self._made is not None:
+        if self._made is None:
+            return
+        # A new thread has the device cuda:0. Without this region, its first call would take memory there, on every rank.
+        with _CUDA.device(self._device):
             self._made.synchronize()
 
 

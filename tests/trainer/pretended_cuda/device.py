@@ -188,6 +188,7 @@ def _functions() -> dict[str, Any]:
         "default_generators": (default_generator(),),
         "get_device_properties": lambda device: properties,
         "get_device_capability": lambda device=None: (9, 0),
+        "device": streams.Device,
         "Stream": streams.Stream,
         "Event": streams.Event,
         "stream": streams.stream,

@@ -5,13 +5,16 @@ other. An unordered use of the same memory, of which one writes, raises StreamRa
 
 A copy from the GPU to pinned memory without blocking happens at the last allowed moment: when the host waits for the
 copy. Until then the memory holds NaN. A host that reads too early therefore computes something else.
+
+A new thread has the device cuda:0, whatever device its process has. Its first call of CUDA would take memory there. So it has
+to choose the device first; otherwise WrongDevice is raised.
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +25,32 @@ from tests.trainer.pretended_cuda.record import place
 
 class StreamRace(RuntimeError):
     """Two streams, or a stream and the host, use the same memory without an order."""
+
+
+class WrongDevice(RuntimeError):
+    """A thread calls CUDA without having chosen the device."""
+
+
+class Device:
+    """The device of this thread inside the block, by torch's interface."""
+
+    chosen: ClassVar = threading.local()
+
+    def __init__(self, device: Any) -> None:
+        assert torch.device(device).index is not None, "the device of this process has a number"
+
+    def __enter__(self) -> None:
+        self.chosen.is_set = True
+
+    def __exit__(self, *_: object) -> None:
+        self.chosen.is_set = False
+
+    @classmethod
+    def require(cls) -> None:
+        """Raise WrongDevice in a thread without a device."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main and not getattr(cls.chosen, "is_set", False):
+            raise WrongDevice(f"this thread has not chosen its device @ {place()}")
 
 
 Times = dict["Stream", int]
@@ -91,6 +120,7 @@ class Event:
         (stream or STREAMS.current).wait_event(self)
 
     def synchronize(self) -> None:
+        Device.require()
         STREAMS.host_waits(self.times)
 
 
