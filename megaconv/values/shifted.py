@@ -46,9 +46,11 @@ def add_or_refuse(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
         remedy = "--transformer-impl local"
         if number >= 0:
             remedy = "--allow-lossy out_norm to have it rounded"
+        if dtype != "float32":
+            remedy = f"--dtype float32, or {remedy}"
         raise NotExpressible(
-            f"{name}: a weight{value} would be stored with {number:+d} there, for which {dtype} has no exact value; choose "
-            f"--dtype float32, or {remedy}"
+            f"{name}: a weight{value} would be stored with {number:+d} there, for which {dtype} has no exact value; "
+            f"choose {remedy}"
         )
     return made
 
