@@ -42,10 +42,18 @@ class ChatTemplate:
     """Encodes chats. Raises UsageError for a tokenizer without a template or without token offsets."""
 
     def __init__(
-        self, tokenizer: HuggingFaceTokenizer, template: str | None = None, turns: str = "all"
+        self,
+        tokenizer: HuggingFaceTokenizer,
+        template: str | None = None,
+        turns: str = "all",
+        *,
+        pairs: bool = False,
     ) -> None:
-        """template: replaces the tokenizer's own. turns: `all`, or `last` for only the assistant's last turn."""
-        self._inner, self._turns = tokenizer.inner, turns
+        """template: replaces the tokenizer's own. turns: `all`, or `last` for only the assistant's last turn.
+
+        pairs: True for answers that are compared, so that no part of one may be left out.
+        """
+        self._inner, self._turns, self._pairs = tokenizer.inner, turns, pairs
         self._template = self._inner.chat_template if template is None else template
         if not self._template:
             raise UsageError("the tokenizer has no chat template; give one: --chat-template FILE")
@@ -99,7 +107,8 @@ class ChatTemplate:
             return self._by_marks(chat, learned_answers[0] if skips_answers else 0)
         if is_harmony_template(template):
             whole = self._rendered(chat, chat.messages)
-            return self._by_spans(whole, harmony_spans(whole, chat.messages, learned_answers))
+            spans = harmony_spans(whole, chat.messages, learned_answers, all_whole=self._pairs)
+            return self._by_spans(whole, spans)
         return self._by_beginnings(chat, learned_answers)
 
     def _choice(self) -> Any:

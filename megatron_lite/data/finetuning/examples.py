@@ -204,6 +204,11 @@ class _Encoder:
             both = zip_longest(chosen.ids, rejected.ids)
             question = next(place for place, (one, other) in enumerate(both) if one != other)
             return [_with_question(chosen.ids, question), _with_question(rejected.ids, question)]
+        if _prompt(chosen) != _prompt(rejected):
+            raise BadRecord(
+                'the chat template writes different prompts for "chosen" and "rejected", because it rewrites earlier turns; '
+                "leave the thinking of earlier turns out, or give --chat-template FILE with a template that keeps earlier turns"
+            )
         return [chosen, rejected]
 
     def _example(self, example: Chat | Plain) -> Encoded:
@@ -224,7 +229,10 @@ class _Encoder:
                     "chats need a Hugging Face tokenizer, with its chat template: --tokenizer-model DIRECTORY"
                 )
             self._template = ChatTemplate(
-                self._tokenizer, self._options.chat_template, self._options.finetune_turns
+                self._tokenizer,
+                self._options.chat_template,
+                self._options.finetune_turns,
+                pairs=self._options.pairs,
             )
         return self._template.encode(chat)
 
@@ -241,6 +249,11 @@ class _Encoder:
         if answer[-1] != self._eod:
             answer = [*answer, self._eod]
         return Encoded(asked + answer, [False] * len(asked) + [True] * len(answer))
+
+
+def _prompt(example: Encoded) -> list[int]:
+    """Return the tokens before the first learned one."""
+    return example.ids[: example.learned.index(True)]
 
 
 def _with_question(ids: list[int], question: int) -> Encoded:

@@ -18,12 +18,16 @@ _AUTHOR = "assistant"
 
 
 def harmony_spans(
-    text: str, messages: Sequence[Mapping[str, Any]], wanted: Collection[int]
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    wanted: Collection[int],
+    *,
+    all_whole: bool = False,
 ) -> list[tuple[int, int]]:
     """Return the character ranges of a rendered conversation that are learned.
 
     messages: those that the template got. Each one by the assistant has one answer or call, and maybe thinking before it.
-    wanted: the numbers of the messages to learn.
+    wanted: the numbers of the messages to learn. all_whole: True to raise BadRecord for one without its thinking.
 
     A range begins behind `<|start|>assistant`, which the prompt ends with. Behind its thinking, a model writes
     `<|start|>assistant` itself, so that the range includes it there. The range includes the token that ends the message,
@@ -53,6 +57,8 @@ def harmony_spans(
         number = numbers[answers]
         answers += 1
         is_whole = thinking is not None or not messages[number].get("thinking")
+        if all_whole and number in wanted and not is_whole:
+            raise BadRecord(_NOT_WHOLE)
         if number in wanted and is_whole:
             end = found.start("end") if found["end"] == "<|end|>" else place
             spans.append((begin, end))
@@ -62,6 +68,10 @@ def harmony_spans(
     return spans
 
 
+_NOT_WHOLE = (
+    "the chat template removes the thinking of a call that an answer follows, so that a whole turn can't be compared; "
+    "end the turn with the call, or leave its thinking out"
+)
 _SPECIAL = (
     "a message's text has special tokens of harmony, such as <|start|> or <|end|>, so that the answers can't be found; "
     "take them out of the text"

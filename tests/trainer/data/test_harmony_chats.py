@@ -3,13 +3,16 @@
 import json
 import os
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from formats.errors import CorruptCheckpoint
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.chat import ChatTemplate
+from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.forms import Chat, read_record
 from megatron_lite.data.harmony_messages import with_harmony_fields
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
@@ -163,6 +166,37 @@ def test_the_end_of_an_earlier_answer_is_not_learned(tokenizer: HuggingFaceToken
     )
     given = Chat(chat.messages, given=2)
     assert learned_text(tokenizer, given) == THOUGHT + FINAL
+
+
+def read_pair_of(tokenizer: HuggingFaceTokenizer, directory: Path, **fields: Any) -> Examples:
+    file = directory / "pairs.jsonl"
+    file.write_text(json.dumps(fields))
+    return read_examples([str(file)], tokenizer, ReadingOptions(pairs=True))
+
+
+def test_an_answer_is_compared_with_a_call(tokenizer: HuggingFaceTokenizer, tmp_path: Path) -> None:
+    asked = {**CALLS, "tool_calls": [LOOK]}
+    found = read_pair_of(tokenizer, tmp_path, prompt=[USER], chosen=[asked], rejected=[NO])
+    prompt = prompt_of(tokenizer, [USER])
+    call = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Köln"}<|call|>'
+    for (first, last), answer in zip(pairwise(found.bounds), (call, FINAL), strict=True):
+        assert tokenizer.spelled(found.tokens[first:last].tolist()) == prompt + THOUGHT + answer
+        assert found.learned[first:last].sum() == len(tokenizer.tokenize(THOUGHT + answer))
+
+
+def test_pairs_that_the_template_rewrites_are_refused(
+    tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    """It removes the thinking of a call that an answer follows."""
+    asked = {**CALLS, "tool_calls": [LOOK]}
+    clock = {"role": "assistant", "content": None, "tool_calls": [CLOCK]}
+    with pytest.raises(CorruptCheckpoint, match="a whole turn can't be compared; end the turn"):
+        read_pair_of(tokenizer, tmp_path, prompt=[USER], chosen=[asked, SUNNY, NO], rejected=[NO])
+    before = [USER, asked, SUNNY]
+    with pytest.raises(CorruptCheckpoint, match='different prompts for "chosen" and "rejected"'):
+        read_pair_of(tokenizer, tmp_path, prompt=before, chosen=[clock], rejected=[NO])
+    without = [USER, {**asked, "reasoning_content": None}, SUNNY]
+    read_pair_of(tokenizer, tmp_path, prompt=without, chosen=[clock], rejected=[NO])
 
 
 @pytest.mark.parametrize(
