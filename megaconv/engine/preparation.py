@@ -31,7 +31,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import nothing_at
 from megaconv.input import Input
 from megaconv.loader import Loader
-from megaconv.model.ir import Header, Key, Source, main_dtype
+from megaconv.model.ir import Header, Key, Source
 from megaconv.options import (
     DIST_FILES,
     ConvertOptions,
@@ -286,13 +286,15 @@ def _merged_and_cast(
     overflow = "overflow" in options.save.allow_lossy
     if not options.adapters:
         return (source if cast is None else CastSource(source, cast, overflow)), None
+    from megaconv.adapters.low_rank import FLOATS
     from megaconv.adapters.merging import merge
 
     if cast is None:
         merged = merge(source, options.adapters)
         return merged, merged
-    is_wider = ITEMSIZE[cast] > ITEMSIZE[main_dtype(source.header.manifest)]
-    if is_wider:
+    # Tensors of a model may differ: MXFP4 is read in the requested dtype, and other weights have their own.
+    dtypes = {info.dtype for info in source.header.manifest.values()} & set(FLOATS)
+    if any(ITEMSIZE[cast] > ITEMSIZE[dtype] for dtype in dtypes):
         merged = merge(CastSource(source, cast, overflow), options.adapters)
         return merged, merged
     merged = merge(source, options.adapters)

@@ -137,6 +137,23 @@ def test_an_adapter_is_merged_in_the_wider_of_two_dtypes(tmp_path: Path) -> None
     assert any(not torch.equal(tensor, merged[name].float()) for name, tensor in wide.items())
 
 
+def test_a_base_of_two_dtypes_is_merged_in_the_requested_one(tmp_path: Path) -> None:
+    """As the attention of a GPT-OSS beside its experts in MXFP4, which are read in the requested dtype."""
+    adapter = LINEAR / "adapter"
+    for name, narrow in (("mixed", "v_proj"), ("wide", "nothing")):
+        shutil.copytree(LINEAR / "base", tmp_path / name)
+        weights = tmp_path / name / "model.safetensors"
+        tensors = load_file(weights)
+        for key, tensor in tensors.items():
+            tensors[key] = tensor if narrow in key else tensor.float()
+        save_file(tensors, weights, {"format": "pt"})
+        out = tmp_path / f"merged-{name}"
+        megaconv.merge(tmp_path / name, adapter, out, dtype="float32")
+    assert_same_bits(
+        *(load_file(tmp_path / f"merged-{name}/model.safetensors") for name in ("mixed", "wide"))
+    )
+
+
 def test_the_output_names_the_adapter_and_its_hash(tmp_path: Path) -> None:
     report = megaconv.convert(
         LINEAR / "base", tmp_path / "out", saver="hf", adapters=[f"{LINEAR / 'adapter'}:0.5"]
