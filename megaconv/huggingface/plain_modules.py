@@ -1,6 +1,6 @@
 """Lists the modules of a quantized output that hold no quantized weight, so that engines load them as they are."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megaconv.huggingface.matrices import is_stacked
 from megaconv.huggingface.scales import is_quantized
@@ -33,16 +33,19 @@ def closed_modules(
     the files' matrices would miss them. plain: the modules of `plain_modules`.
     """
     stacked = {_module(native) for native in natives if is_stacked(native)}
-    quantized = [native.name for native in natives if is_quantized(native, header)]
     found = {name.rpartition(".")[0] for name in plain} | stacked
-    closed = {
-        name
-        for name in found
-        if name and not any(other.startswith(f"{name}.") for other in quantized)
-    }
+    quantized = (native.name for native in natives if is_quantized(native, header))
+    closed = found - {parent for name in quantized for parent in _parents(name)} - {""}
     for old, new in _RENAMED.items():
         closed |= {new + name.removeprefix(old) for name in closed if name.startswith(old)}
     return sorted(closed)
+
+
+def _parents(name: str) -> Iterator[str]:
+    """All modules in which a tensor lies."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def pattern(module: str) -> str:

@@ -18,6 +18,7 @@ from megaconv.values.fp8_blocks import Rounding
 from megaconv.values.grouped_integers import Groups, PackedCodes, PackedScales
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
+from tests.families.test_published_models import write_sparse
 from tests.models import write_llama
 from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 
@@ -181,6 +182,19 @@ def test_experts_that_a_form_holds_only_in_part_are_refused_with_the_group_that_
     megaconv.convert(tmp_path / "hf", tmp_path / "32", options={"group_size": "32"}, **given)
     found = load_file(tmp_path / "32/model.safetensors")
     assert found["model.layers.1.mlp.experts.0.down_proj.weight_packed"].shape == (64, 4)
+
+
+def test_the_published_nemotron_3_nano_is_told_its_group(tmp_path: Path) -> None:
+    """Its experts have 1,856 columns: 29 groups of 64."""
+    published = json.loads((FIXTURES / "published_models.json").read_text())
+    name = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+    (raw,) = (each["config"] for each in published if each["model"] == name)
+    write_sparse(raw, tmp_path / "hf")
+    words = r"down_proj \[2688, 1856\], .* choose --option group_size=64"
+    with pytest.raises(NotExpressible, match=words):
+        megaconv.convert(
+            tmp_path / "hf", tmp_path / "out", saver="hf", quantize="w4a16", dry_run=True
+        )
 
 
 def test_a_notice_names_the_weights_that_stay_as_they_are_and_the_group_that_fits(
