@@ -15,6 +15,9 @@ from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.mesh import REPLICAS, Mesh, dense_mesh, expert_mesh
 
+NCCL, NCCL_OF_PAIRS = "nccl", "nccl-lazy"
+"""Backends of groups on GPUs."""
+
 
 class Channel(NamedTuple):
     """One kind of message between stages."""
@@ -244,8 +247,19 @@ def _make_channels(
     """
     used = list(dict.fromkeys(meeting.channel for meeting in meetings(layout.pp, layout.vpp)))
     if device.type == "cuda":
-        return {channel: _Groups(rank, device, timeout).own(columns) for channel in used}
+        backend = _backend_of_messages()
+        return {channel: _Groups(rank, device, timeout, backend).own(columns) for channel in used}
     return dict.fromkeys(used, _Groups(rank, device, timeout).own(columns)) if used else {}
+
+
+def _backend_of_messages() -> str:
+    """Return the backend with which each pair of ranks has a communicator of its own.
+
+    Before torch 2.15, NCCL's groups have one for each pair. Since then they have a single one for all messages of a group,
+    and a message to one rank waits for earlier messages to other ranks. That torch has another backend with the pairs.
+    """
+    has_other = NCCL_OF_PAIRS in dist.Backend.backend_list
+    return NCCL_OF_PAIRS if has_other else NCCL
 
 
 def _warm_up(grid: Grid) -> None:
@@ -263,10 +277,13 @@ def _warm_up(grid: Grid) -> None:
 class _Groups:
     """Creates groups, each only once: axes with the same ranks share a group."""
 
-    def __init__(self, rank: int, device: torch.device, timeout: timedelta | None) -> None:
+    def __init__(
+        self, rank: int, device: torch.device, timeout: timedelta | None, on_gpus: str = NCCL
+    ) -> None:
+        """on_gpus: the backend on GPUs."""
         self._rank, self._timeout = rank, timeout
         # On GPUs name NCCL: the world's backend would also open a mesh of gloo sockets for every group.
-        self._backend = "nccl" if device.type == "cuda" else None
+        self._backend = on_gpus if device.type == "cuda" else None
         self._made: dict[tuple[int, ...], ProcessGroup] = {}
 
     def own(self, groups: list[list[int]]) -> ProcessGroup | None:

@@ -33,6 +33,7 @@ class Group:
     own: int
     """This rank's global number."""
     timeout: timedelta | None = None
+    backend: str | None = None
 
     def size(self) -> int:
         return len(self.ranks)
@@ -249,6 +250,8 @@ def _message(kind: str, tensor: Tensor, peer: int, group: Group | None, tag: int
     group = group or RANK.world
     pair = (min(group.own, peer), max(group.own, peer))
     operation = Operation(group.own, kind, (tag, *_facts(tensor)), tensor, exchange_message)
+    if group.network.one_communicator and group.backend != grid.NCCL_OF_PAIRS:
+        group.network.in_line(group.group_name, operation)
     group.network.call(f"pair of {group.group_name}", pair, operation)
     return Work(group.network, operation)
 
@@ -286,7 +289,8 @@ def new_group(
     """Make a group. All ranks make all groups in the same order."""
     world = RANK.world
     members = world.ranks if ranks is None else tuple(ranks)
-    made = Group(world.network, f"group {len(RANK.made) + 1}", members, world.own, timeout)
+    name = f"group {len(RANK.made) + 1}"
+    made = Group(world.network, name, members, world.own, timeout, backend)
     RANK.made.append(made)
     return made if world.own in members else None
 
@@ -338,10 +342,14 @@ def simulated() -> Iterator[None]:
 
 
 def run_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, one_queue: bool = False
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    one_queue: bool = False,
+    one_communicator: bool = False,
 ) -> list[Any]:
     """Return function(rank, *arguments) of each rank. Raises the first failure: Stuck, Mismatch, or a rank's own error."""
-    network = Network(one_queue=one_queue)
+    network = Network(one_queue=one_queue, one_communicator=one_communicator)
     results: dict[int, Any] = {}
 
     def run(rank: int) -> None:

@@ -3,6 +3,8 @@
 - A communicator is created at its first use. It blocks each rank until all its ranks have come.
 - Calls of one rank on one communicator run one after the other. Call k of a rank meets call k of the other ranks.
 - Single messages between two ranks use a communicator of the pair. A send ends when the other rank receives.
+- From torch 2.15 on, a group of the backend `nccl` has no communicators of pairs (one_communicator): messages of one rank in
+  one group end one after the other, whatever their other ranks are.
 - Tags are ignored. A receive gets the next message, whatever its tag is; a test fails if that is another message.
 
 A rank's host waits in wait(). On a GPU the stream waits there, and all later work of the rank waits with it. Both give the
@@ -45,6 +47,11 @@ class Operation:
     data: Any
     execute: "Execute"
     done: bool = False
+    line: list["Operation"] | None = None
+    """This rank's operations that end one after the other."""
+
+    def is_first(self) -> bool:
+        return self.line is None or self.line[0] is self
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.kind}{self.facts}"
@@ -68,12 +75,14 @@ class Communicator:
         moved = False
         while all(self.queues.get(rank) for rank in self.ranks):
             heads = [self.queues[rank][0] for rank in self.ranks]
-            if not _fit(heads):
+            if not _fit(heads) or not all(head.is_first() for head in heads):
                 return moved
             with torch.no_grad():
                 heads[0].execute(heads)
             for head in heads:
                 head.done = True
+                if head.line is not None:
+                    head.line.pop(0)
                 self.queues[head.rank].pop(0)
             moved = True
         return moved
@@ -97,12 +106,16 @@ class Waiting(NamedTuple):
 class Network:
     """All communicators, and the threads that wait for them."""
 
-    def __init__(self, *, one_queue: bool = False) -> None:
-        """one_queue: a rank that starts a call waits until its earlier calls on this communicator have ended.
+    def __init__(self, *, one_queue: bool = False, one_communicator: bool = False) -> None:
+        """one_communicator: see the top of this file.
+
+        one_queue: a rank that starts a call waits until its earlier calls on this communicator have ended.
 
         So does a GPU with CUDA_DEVICE_MAX_CONNECTIONS=1: the call at the head of the only queue blocks all later work.
         """
         self.one_queue = one_queue
+        self.one_communicator = one_communicator
+        self._lines: dict[tuple[str, int], list[Operation]] = {}
         self.failure: BaseException | None = None
         self.running = 0
         """Threads that don't wait."""
@@ -134,13 +147,26 @@ class Network:
                 self._wait_until(lambda: not queue, f"{operation} in the only queue")
             queue.append(operation)
             try:
-                moved = communicator.progress()
+                moved = self._progress()
             except Mismatch as error:
                 self.failure = self.failure or error
                 moved = True
             if moved:
                 self._changed.notify_all()
             self._raise_failure()
+
+    def in_line(self, group: str, operation: Operation) -> None:
+        """Let a message wait for all earlier messages of its rank in a group. Call it before the call begins."""
+        with self._changed:
+            operation.line = self._lines.setdefault((group, operation.rank), [])
+            operation.line.append(operation)
+
+    def _progress(self) -> bool:
+        """Execute all calls that can be executed. Returns whether there was one."""
+        moved = False
+        while any(each.progress() for each in self._communicators.values()):
+            moved = True
+        return moved
 
     def _join(self, communicator: Communicator, operation: Operation) -> None:
         """Wait until all ranks have come to the communicator."""

@@ -73,6 +73,56 @@ def test_a_schedule_gets_stuck_if_communicators_are_not_created_first(
         run_ranks(8, train, ONE_MICROBATCH)
 
 
+def _pass_by_two_ways(rank: int, backend: str) -> float:
+    """Rank 0 sends to 1 and to 2, but rank 1 first waits for rank 2."""
+    group = dist.new_group([0, 1, 2], backend=backend)
+    number = torch.full((1,), float(rank))
+    for sender, receiver in ((0, 1), (0, 2), (2, 1)):  # creates the communicators of pairs
+        if rank == sender:
+            comm.send(number, receiver, group, 0).wait()
+        if rank == receiver:
+            comm.receive(torch.empty(1), sender, group, 0).wait()
+    if rank == 0:
+        for work in [comm.send(number, other, group, 0) for other in (1, 2)]:
+            work.wait()
+        return 0.0
+    if rank == 1:
+        comm.receive(number, 2, group, 0).wait()
+    comm.receive(number, 0, group, 0).wait()
+    if rank == 2:
+        comm.send(number, 1, group, 0).wait()
+    return float(number)
+
+
+def test_messages_of_one_communicator_wait_for_each_other() -> None:
+    assert run_ranks(3, _pass_by_two_ways, grid.NCCL) == [0.0] * 3
+    pairs = run_ranks(3, _pass_by_two_ways, grid.NCCL_OF_PAIRS, one_communicator=True)
+    assert pairs == [0.0] * 3
+    with pytest.raises(Stuck, match="rank 2: receive"):
+        run_ranks(3, _pass_by_two_ways, grid.NCCL, one_communicator=True)
+
+
+@pytest.mark.parametrize(
+    ("backends", "expected"),
+    [(["gloo", "nccl"], "nccl"), (["gloo", "nccl", "nccl2", "nccl-lazy"], "nccl-lazy")],
+    ids=["torch 2.13", "torch 2.15"],
+)
+def test_messages_have_a_communicator_for_each_pair_of_ranks(
+    monkeypatch: pytest.MonkeyPatch, backends: list[str], expected: str
+) -> None:
+    """Since torch 2.15, groups of the backend `nccl` have a single communicator, and messages wait for each other."""
+    made: list[str | None] = []
+
+    def new_group(ranks: list[int], timeout: Any = None, backend: str | None = None) -> None:
+        made.append(backend)
+
+    monkeypatch.setattr(dist.Backend, "backend_list", backends)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    layout = Layout(1, 4, 2, stage_layers=(1,) * 8)
+    channels = grid._make_channels([[0, 1, 2, 3]], layout, 0, torch.device("cuda", 0), None)
+    assert made == [expected] * len(channels) == [expected] * 4
+
+
 def _timeouts(_rank: int) -> list[timedelta | None]:
     layout = Layout(2, 2, 2, 2, stage_layers=(1,) * 4)
     made = make_grid(layout, 2, CPU, cp=2, experts=True, timeout=timedelta(minutes=21))

@@ -107,6 +107,12 @@ def test_a_schedule_trains_with_one_hardware_queue(case: Case) -> None:
     _check(case, one_queue=True)
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=str)
+def test_a_schedule_trains_with_one_communicator_for_all_messages_of_a_kind(case: Case) -> None:
+    """torch 2.15 has groups with a communicator for each pair of ranks too, which the trainer takes. It could do without."""
+    _check(case, one_communicator=True)
+
+
 EXPERTS = Mixture("mixtral", pp=2, dp=2, ep=2)
 
 
