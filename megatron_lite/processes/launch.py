@@ -101,7 +101,8 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
     # Later than the heartbeat, which knows the rank that blocks the others.
     later = timeout + timedelta(seconds=HEAD_START_S)
     with explained():
-        # No device_id: with one, torch would send single messages in order with all other calls of a group.
+        # No device_id: with one, torch would send single messages in order with all other calls of a group. torch 2.15 sets
+        # one by itself; grid.py has another backend for messages there.
         dist.init_process_group(backend, store=store, rank=place, world_size=world, timeout=later)
         saving = dist.new_group(backend="gloo", timeout=later)
         node = node_group(saving, later)
