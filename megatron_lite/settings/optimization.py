@@ -16,7 +16,7 @@ class Optimizer:
         choices=OPTIMIZERS,
     )  # fmt: skip
     sgd_momentum: float = flag(0.9, "momentum of sgd")
-    muon_momentum: float = flag(0.95, "momentum of muon")
+    muon_momentum: float = flag(0.9, "momentum of muon")
     muon_use_nesterov: bool = flag(False, "Nesterov momentum for muon")
     muon_num_ns_steps: int = flag(5, "steps of the Newton-Schulz iteration")
     muon_coefficient_type: str = flag(

@@ -68,6 +68,7 @@ def test_flags_without_effect_have_as_many_values_as_in_core() -> None:
     assert found == {flag: counts.get(OF_CORE[flag], OF_CORE[flag]) for flag in found}
 
 
+@pytest.mark.oracle
 @pytest.mark.skipif(
     installed_minor() < 19, reason="the list is of core 0.19: make test-core compares it"
 )
@@ -81,6 +82,48 @@ def test_the_list_is_that_of_cores_parser() -> None:
         for flag in action.option_strings
         if flag.startswith("--") and flag != "--help"
     } == OF_CORE
+
+
+OWN_DEFAULTS = {
+    "--attention-backend": "core has an enumeration",
+    "--data-parallel-sharding-strategy": "core's is for its FSDP alone",
+    "--decoder-seq-length": "T5 needs one",
+    "--distributed-backend": "it follows from the device",
+    "--eval-interval": "core 0.16 had 1000; core 0.19 has no evaluations without the flag",
+    "--micro-batch-size": "core demands the flag",
+    "--moe-layer-freq": "experts in every layer, in other words",
+    "--moe-token-dispatcher-type": "both have the same results",
+    "--moe-z-loss-coeff": "0 is no loss, as None",
+    "--profile-ranks": "core 0.16 had rank 0",
+    "--vocab-extra-ids": "T5 needs them",
+}
+"""Flags whose default is not core's -> the reason."""
+
+
+def as_words(default: Any) -> Any:
+    """A default in one form: several flags take a list here and one word in core, or the other way round."""
+    listed = list(default) if isinstance(default, list | tuple) else [default]
+    return [None if each is False else each for each in listed] or [None]
+
+
+@pytest.mark.oracle
+@pytest.mark.skipif(
+    installed_minor() < 19, reason="the defaults are of core 0.19: make test-core compares them"
+)
+def test_defaults_are_those_of_cores_parser() -> None:
+    """A run with Megatron-LM's command line has the same settings without words for them."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    differing = set()
+    for action in parser._actions:
+        negated = isinstance(action, argparse._StoreFalseAction)
+        theirs = not action.default if negated else action.default
+        for flag in set(action.option_strings) & {f"--{n.replace('_', '-')}" for n in flags()}:
+            _, ours = flags()[name_of(flag)]
+            if as_words(ours.default) != as_words(theirs):
+                differing.add(flag)
+    assert differing == OWN_DEFAULTS.keys()
 
 
 def test_all_flags_that_cannot_be_taken_are_named_at_once() -> None:
