@@ -61,7 +61,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     stored = [each for native in _natives(header.config) for each in with_scales(native, header)]
     prefix = INSIDE if wrapper_of(header.config.family) else ""
     tensors = [
-        (prefix + native.name, as_in_mlx(native.shape), native_dtype(header, native))
+        (prefix + native.name, as_in_mlx(native.name, native.shape), native_dtype(header, native))
         for native in stored
     ]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(_config_json(header, options))}

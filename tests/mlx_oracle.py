@@ -49,10 +49,7 @@ def write_source(path: Path, config: dict[str, Any], mtp: int = 0) -> Path:
         if native.copy is None
     }
     if is_inside:
-        names = {
-            name.replace("model.", "model.language_model.", 1): shape
-            for name, shape in names.items()
-        }
+        names = {_in_whole_model(name, family.name): shape for name, shape in names.items()}
     layout = safetensors.SafetensorsLayout(
         {name: (shape, "bfloat16") for name, shape in names.items()}
     )
@@ -64,6 +61,13 @@ def write_source(path: Path, config: dict[str, Any], mtp: int = 0) -> Path:
         content[record.offset : record.offset + record.nbytes] = _values(name, shape)
     (path / "model.safetensors").write_bytes(content)
     return path
+
+
+def _in_whole_model(name: str, family: str) -> str:
+    """The name of a language model's tensor in the files of the multimodal model around it."""
+    if family == "llama4":
+        return f"language_model.{name}"
+    return name.replace("model.", "model.language_model.", 1)
 
 
 def _values(name: str, shape: tuple[int, ...]) -> bytes:

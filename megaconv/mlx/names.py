@@ -28,10 +28,10 @@ from megaconv.values.cast import CastTensor
 from megaconv.values.stored_forms import AddedTensor
 
 SUPPORTED = (
-    "afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
+    "afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
     "exaone_moe", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "gpt_bigcode", "gpt_oss", "granite", "granite_moe", "granite_moe_hybrid", "helium", "hunyuan_v1_dense",
-    "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "mimo",
+    "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "mamba", "mamba2", "mimo",
     "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "nemotron_nas", "olmo2", "olmo3",
     "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2",
@@ -48,6 +48,7 @@ _ROUTED: Mapping[str, str] = {
     "gemma4_text": _L + "experts.switch_glu.",
     "granite_moe": _L + "block_sparse_moe.switch_mlp.",
     "granite_moe_hybrid": _L + "block_sparse_moe.switch_mlp.",
+    "llama4": _L + "feed_forward.experts.",
     "mistral4": _L + "mlp.switch_mlp.",
     "qwen3_5_moe": _L + "mlp.switch_mlp.",
 }
@@ -75,9 +76,11 @@ _SHIFTED_NORMS = (
     *(".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight"),
     *(".q_norm.weight", ".k_norm.weight"),
 )
+_SCALARS = (".act_fn.alpha_p", ".act_fn.alpha_n")
 INSIDE = "language_model."
 """The beginning of all names of a language model that was inside a multimodal model."""
 _WRAPPERS = {
+    "llama4": {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
     "qwen3_5": {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"},
     "qwen3_5_moe": {
         "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -99,8 +102,13 @@ def is_shifted(family: str, name: str) -> bool:
     return family in _WITH_SHIFTED_NORMS and name.endswith(_SHIFTED_NORMS)
 
 
-def as_in_mlx(shape: Shape) -> Shape:
-    """The shape of a tensor in MLX. A convolution of each channel for itself is [channels, 1, width] in transformers."""
+def as_in_mlx(name: str, shape: Shape) -> Shape:
+    """The shape in MLX of a tensor of transformers' shape.
+
+    A convolution of each channel for itself is [channels, width, 1], and a parameter of an activation has no axis.
+    """
+    if name.endswith(_SCALARS):
+        return ()
     is_convolution = len(shape) == 3 and shape[1] == 1
     return (shape[0], shape[2], 1) if is_convolution else shape
 
@@ -160,6 +168,8 @@ def _undone(name: str, tensor: LazyTensor, family: str) -> LazyTensor:
     shape = tuple(tensor.shape)
     if len(shape) == 3 and shape[2] == 1:  # a convolution of each channel for itself
         return reshaped(tensor, (shape[0], 1, shape[1]))
+    if name.endswith(_SCALARS):
+        return reshaped(tensor, (1,))
     if is_shifted(family, name):
         return CastTensor(AddedTensor(tensor, -1), tensor.dtype, name, overflow=False)
     return tensor

@@ -67,15 +67,17 @@ def affine_forms(natives: "list[NativeTensor]", affine: Affine) -> dict[Key, For
 
 def _is_quantized(native: NativeTensor, affine: Affine) -> bool:
     """True for a weight of a linear layer or of an embedding, stored in whole rows of whole groups."""
+    if len(native.shape) < 2 or not native.name.endswith(".weight"):
+        return False
     columns = native.shape[-1]
-    has_rows = all(
+    has_whole_rows = all(
         region == Region(region.box, region.row)
         and (region.box.col0, region.box.col1) == (0, columns)
         for regions in native.parts.values()
         for region in regions
     )
-    is_linear = native.name.endswith(".weight") and not any(map(_PLAIN_PARTS.match, native.parts))
-    return is_linear and has_rows and len(native.shape) > 1 and not columns % affine.size
+    is_linear = not any(map(_PLAIN_PARTS.match, native.parts))
+    return is_linear and has_whole_rows and not columns % affine.size
 
 
 def with_scales(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
