@@ -55,7 +55,7 @@ def mlx_config(raw: Mapping[str, Any], where: Path) -> AdapterConfig:
     if not isinstance(given, Mapping):
         raise CorruptCheckpoint(f"{where}: {SETTINGS} should be an object, found {given!r:.40}")
     rank, scale, dropout = given.get("rank"), given.get("scale"), given.get("dropout", 0.0)
-    if type(rank) is not int or rank < 1:
+    if type(rank) is not int or not 0 < rank < 1 << 31:
         raise CorruptCheckpoint(
             f"{where}: {SETTINGS}.rank should be a positive number, found {rank!r:.40}"
         )
@@ -86,6 +86,11 @@ def _modules(tensors: Mapping[str, LazyTensor], where: str) -> "list[ModuleAdapt
             raise UnsupportedInput(
                 f"{where}: {name} is a kind of adapter tensor that is not supported"
             )
+        held = parts.setdefault(module, {})
+        if _PARTS[last] in held:
+            raise TensorMismatch(
+                f"{where}: holds {last} of {module} with {_INSIDE} before its name, and without; remove the wrong ones"
+            )
         dimensions = 1 if last == "m" else 2
         if len(tensor.shape) == 3:
             raise UnsupportedInput(
@@ -96,7 +101,7 @@ def _modules(tensors: Mapping[str, LazyTensor], where: str) -> "list[ModuleAdapt
                 f"{where}: {name} is {list(tensor.shape)}, expected {dimensions} dimensions",
                 code="misshapen-tensor",
             )
-        parts.setdefault(module, {})[_PARTS[last]] = tensor if last == "m" else Transposed(tensor)
+        held[_PARTS[last]] = tensor if last == "m" else Transposed(tensor)
     for module, held in parts.items():
         if not {"a", "b"} <= held.keys():
             raise TensorMismatch(

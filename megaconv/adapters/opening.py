@@ -6,6 +6,7 @@ from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
+from megaconv.adapters.low_rank import FLOATS
 from megaconv.adapters.mlx_files import SETTINGS, mlx_config, open_mlx_adapter
 from megaconv.adapters.peft_files import (
     CONFIG,
@@ -15,7 +16,10 @@ from megaconv.adapters.peft_files import (
     open_peft_adapter,
     peft_config,
 )
-from megaconv.errors import CorruptCheckpoint, UsageError
+from megaconv.errors import CorruptCheckpoint, TensorMismatch, UsageError
+
+_READ_FROM = (*FLOATS, "float64")
+"""Dtypes of an adapter's tensors."""
 
 
 def open_adapter(directory: Path) -> Adapter:
@@ -29,9 +33,24 @@ def open_adapter(directory: Path) -> Adapter:
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
         )
     config = read_adapter_config(path)
-    if _is_of_mlx(_content(path)):
-        return open_mlx_adapter(directory, config)
-    return open_peft_adapter(directory, config)
+    is_of_mlx = _is_of_mlx(_content(path))
+    adapter = (open_mlx_adapter if is_of_mlx else open_peft_adapter)(directory, config)
+    _require_numbers(adapter)
+    return adapter
+
+
+def _require_numbers(adapter: Adapter) -> None:
+    """Raise TensorMismatch for an adapter without tensors, and for matrices and vectors that aren't floating-point."""
+    if not adapter.modules and not adapter.replaced:
+        raise TensorMismatch(
+            f"{adapter.weights}: holds no tensors; copy the adapter again", code="missing-tensor"
+        )
+    for module in adapter.modules:
+        for tensor in (module.a, module.b, module.bias, module.magnitude):
+            if tensor is not None and tensor.dtype not in _READ_FROM:
+                raise TensorMismatch(
+                    f"{adapter.weights}: {module.module} has a tensor of {tensor.dtype}; expected {', '.join(_READ_FROM)}"
+                )
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:

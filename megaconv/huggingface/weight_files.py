@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from formats import safetensors, torch_zip
-from formats.errors import CorruptCheckpoint
+from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.tensor import LazyTensor
 from formats.wording import counted
 from megaconv.errors import TensorMismatch
@@ -88,7 +88,7 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
         if name.endswith(".index.json"):
             return weights, read_sharded(weights)
         index = path / f"{name}.index.json"
-        if index.is_file():
+        if index.is_file() and not _is_index_of(name, index):
             _log.warning(
                 "%s: holds %s and %s, two models; %s is read, as in transformers. Remove the other one",
                 path,
@@ -98,6 +98,14 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
             )
         return weights, read_file(weights)
     raise no_weights(path)
+
+
+def _is_index_of(name: str, index: Path) -> bool:
+    """True if an index names this file alone, as mlx-lm writes it."""
+    try:
+        return set(safetensors.read_index(index).values()) == {name}
+    except CheckpointError:
+        return False
 
 
 def no_weights(path: Path) -> CorruptCheckpoint:

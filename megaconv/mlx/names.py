@@ -196,9 +196,10 @@ def _joined_experts(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, 
 def _alternating(name: str, gate: LazyTensor, up: LazyTensor, where: str) -> LazyTensor:
     """Gate and up of all experts [experts, rows, cols], or their biases [experts, rows], with alternating rows."""
     shape = tuple(gate.shape)
-    if (tuple(up.shape), up.dtype) != (shape, gate.dtype):
+    if (tuple(up.shape), up.dtype) != (shape, gate.dtype) or not shape:
         raise TensorMismatch(
-            f"{where}: {name} is {list(shape)} {gate.dtype}, and its up_proj is {list(up.shape)} {up.dtype}; expected the same",
+            f"{where}: {name} is {list(shape)} {gate.dtype}, and its up_proj is {list(up.shape)} {up.dtype}; expected the same "
+            "shape with an axis of experts",
             code="misshapen-tensor",
         )
     if len(shape) == 3:

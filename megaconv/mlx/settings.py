@@ -47,7 +47,7 @@ def grouping_of(settings: Mapping[str, Any], where: str) -> Grouping:
     size = value_of(settings, "group_size", int, where)
     if mode not in _SIZES or size not in _SIZES[mode] or bits not in _BITS[mode]:
         raise UnsupportedInput(
-            f"{where}: MLX's mode {mode!r:.40} with {bits} bits in groups of {size}; supported are "
+            f"{where}: MLX's mode {mode!r:.40} with {bits!r:.40} bits in groups of {size!r:.40}; supported are "
             f"{AFFINE} with {', '.join(map(str, _BITS[AFFINE]))} bits in groups of {', '.join(map(str, _SIZES[AFFINE]))}, "
             "mxfp4 and mxfp8 in groups of 32, and nvfp4 in groups of 16"
         )

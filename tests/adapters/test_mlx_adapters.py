@@ -108,6 +108,7 @@ def test_the_language_model_of_a_multimodal_model_has_its_own_names(
     [
         ({"fine_tune_type": "full"}, "fine_tune_type 'full'; only lora and dora are adapters"),
         ({"rank": 0}, "lora_parameters.rank should be a positive number, found 0"),
+        ({"rank": 10**400}, "lora_parameters.rank should be a positive number, found 1000"),
         ({"rank": True}, "lora_parameters.rank should be a positive number, found True"),
         ({"scale": "2"}, "lora_parameters.scale should be a positive number, found '2'"),
         ({"dropout": 2}, "lora_parameters.dropout should be a number from 0 to 1, found 2"),
@@ -131,6 +132,9 @@ def test_wrong_settings_are_refused(
         ({f"{Q_PROJ}.lora_b": None}, "has only one of its two matrices"),
         ({f"{Q_PROJ}.lora_a": torch.zeros(4)}, "is [4], expected 2 dimensions"),
         ({f"{Q_PROJ}.lora_a": torch.zeros(2, 64, 4)}, "adapts all experts of a layer at once"),
+        ({f"{Q_PROJ}.lora_a": torch.zeros(64, 4, dtype=torch.int32)}, "has a tensor of int32; expected"),
+        ({f"language_model.{Q_PROJ}.lora_a": torch.zeros(64, 4),
+          f"language_model.{Q_PROJ}.lora_b": torch.zeros(4, 64)}, f"of {Q_PROJ} with language_model. before its name, and without"),
         ({f"{Q_PROJ}.weight": torch.zeros(4)}, "is a kind of adapter tensor that is not supported"),
         ({"model.layers.9.mlp.up_proj.lora_a": torch.zeros(64, 4),
           "model.layers.9.mlp.up_proj.lora_b": torch.zeros(4, 88)}, "model.layers.9.mlp.up_proj"),
@@ -142,6 +146,12 @@ def test_tensors_of_another_kind_are_refused(
     rewrite(adapter, **changes)
     refused = run("convert", base, tmp_path / "out", "--saver", "hf", "--adapter", adapter)
     assert_refused(refused, 3, words)
+
+
+def test_an_adapter_without_tensors_is_refused(adapter: Path, base: Path, tmp_path: Path) -> None:
+    save_file({}, adapter / "adapters.safetensors")
+    refused = run("convert", base, tmp_path / "out", "--saver", "hf", "--adapter", adapter)
+    assert_refused(refused, 3, "adapters.safetensors: holds no tensors; copy the adapter again")
 
 
 def test_missing_weights_are_named(adapter: Path, base: Path, tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_settings_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> No
     ("settings", "words"),
     [
         ({"bits": 7, "group_size": 32}, "with 7 bits in groups of 32; supported are"),
+        ({"bits": 10**400, "group_size": 32}, f"with 1{'0' * 39} bits in groups of 32"),
         ({"bits": 4, "group_size": 48}, "in groups of 48; supported are"),
         ({"bits": 4, "group_size": 32, "mode": "new"}, "mode 'new'"),
         ({"bits": "4", "group_size": 32}, "bits: should be a whole number, found '4'"),
@@ -179,6 +180,31 @@ def test_gate_and_up_of_other_shapes_are_refused(tmp_path: Path) -> None:
     assert_refused(
         refused, 3, "gate_proj.bias is [4, 32] float32, and its up_proj is [4, 31] float32"
     )
+
+
+def test_a_gate_without_axes_is_refused(tmp_path: Path) -> None:
+    source = copytree(MLX / "gpt_oss", tmp_path / "model")
+    experts = "model.layers.0.mlp.experts"
+    scalars = {f"{experts}.{part}_proj.bias": torch.zeros(()) for part in ("gate", "up")}
+    rewrite(source, **scalars)
+    refused = run("convert", source, tmp_path / "out", "--saver", "core")
+    assert_refused(refused, 3, "gate_proj.bias is [] float32", "an axis of experts")
+
+
+def test_an_index_of_the_only_file_is_no_second_model(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm writes an index beside model.safetensors too."""
+    index = model / "model.safetensors.index.json"
+    names = load_file(model / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    megaconv.convert(model, tmp_path / "a", saver="hf")
+    assert "two models" not in caplog.text
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")})
+    )
+    megaconv.convert(model, tmp_path / "b", saver="hf")
+    assert "two models" in caplog.text
 
 
 def test_a_multimodal_model_gives_its_language_model(tmp_path: Path) -> None:
