@@ -160,17 +160,27 @@ def undone(tensors: Mapping[str, LazyTensor], family: str, where: str) -> dict[s
 
     Raises TensorMismatch for a gate without an up of the same form.
     """
-    found = {name: _undone(name, tensor, family) for name, tensor in tensors.items()}
+    # mlx-lm adds 1 to norms when it turns the convolutions around, and looks at the convolutions to know.
+    is_plain = any(map(_is_convolution_of_transformers, tensors, tensors.values()))
+    found = {
+        name: _undone(name, tensor, shifted=is_shifted(family, name) and not is_plain)
+        for name, tensor in tensors.items()
+    }
     return _joined_experts(found, where) if family == "gpt_oss" else found
 
 
-def _undone(name: str, tensor: LazyTensor, family: str) -> LazyTensor:
+def _is_convolution_of_transformers(name: str, tensor: LazyTensor) -> bool:
+    """True for [channels, 1, width]."""
+    return name.endswith("conv1d.weight") and tuple(tensor.shape)[2:] not in ((), (1,))
+
+
+def _undone(name: str, tensor: LazyTensor, *, shifted: bool) -> LazyTensor:
     shape = tuple(tensor.shape)
     if len(shape) == 3 and shape[2] == 1:  # a convolution of each channel for itself
         return reshaped(tensor, (shape[0], 1, shape[1]))
     if name.endswith(_SCALARS):
         return reshaped(tensor, (1,))
-    if is_shifted(family, name):
+    if shifted:
         return CastTensor(AddedTensor(tensor, -1), tensor.dtype, name, overflow=False)
     return tensor
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv import registry
 from tests.conftest import FIXTURES
+from tests.mlx_oracle import cases, write_source
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 from tests.transformers_oracle import compute, load
@@ -180,6 +181,22 @@ def test_gate_and_up_of_other_shapes_are_refused(tmp_path: Path) -> None:
     assert_refused(
         refused, 3, "gate_proj.bias is [4, 32] float32, and its up_proj is [4, 31] float32"
     )
+
+
+def test_norms_beside_convolutions_of_transformers_are_those_of_transformers(
+    tmp_path: Path,
+) -> None:
+    """mlx-lm adds 1 to them, if it turns the convolutions around."""
+    source = write_source(tmp_path / "source", cases()["qwen3_5"]["config"])
+    expected = megaconv.convert(source, tmp_path / "a", saver="hf", text_only=True)
+    path = source / "model.safetensors"
+    inside = {
+        f"language_model.{name.replace('model.language_model.', 'model.')}": tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(inside, path, metadata={"format": "mlx"})
+    found = megaconv.convert(source, tmp_path / "b", saver="hf")
+    assert found.fingerprint == expected.fingerprint
 
 
 def test_a_gate_without_axes_is_refused(tmp_path: Path) -> None:
