@@ -13,9 +13,9 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family, family
 from megaconv.families.parts.hf_config import as_file
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.mlx.config import completed
 from megaconv.mlx.names import (
     INSIDE,
-    ROPE_IN_ONE_PLACE,
     WRITTEN,
     as_in_mlx,
     is_shifted,
@@ -79,11 +79,7 @@ def _config_json(header: Header, options: SaveOptions) -> bytes:
     config = changed(header.config, {"mtp_layers": 0})
     table = family(config.family)
     own: dict[str, Any] = json.loads(table.config_json(config, header.training.arguments))
-    # A config.json of transformers 5 has its rope in another place than mlx-lm looks for it.
-    raw = {**table.write_hf(config), **own}
-    if config.family in ROPE_IN_ONE_PLACE:
-        scaling = raw.get("rope_scaling") or {"rope_type": "default"}
-        raw.setdefault("rope_parameters", {"rope_theta": raw["rope_theta"], **scaling})
+    raw = completed({**table.write_hf(config), **own}, config)
     wrapper = wrapper_of(config.family)
     if wrapper is not None:
         raw = {**wrapper, "tie_word_embeddings": config.tie_embeddings, "text_config": raw}

@@ -88,8 +88,6 @@ _WRAPPERS = {
     },
 }
 """Families that mlx-lm knows only inside a multimodal model -> the keys of that model's config.json."""
-ROPE_IN_ONE_PLACE = ("glm_moe_dsa", "ministral3", "mistral4")
-"""Families for which mlx-lm reads the rope from rope_parameters alone."""
 
 
 def wrapper_of(family: str) -> Mapping[str, Any] | None:

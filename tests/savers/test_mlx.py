@@ -129,6 +129,59 @@ def test_the_rope_is_where_mlx_lm_looks_for_it(name: str, tmp_path: Path) -> Non
     assert rope.items() <= written["rope_parameters"].items()
 
 
+@pytest.mark.parametrize("name", ["exaone4", "exaone_moe", "llama4", "mamba2", "minimax_m2"])
+def test_keys_that_mlx_lm_requires_are_there_without_the_models_own_config(
+    name: str, tmp_path: Path
+) -> None:
+    """A run of Megatron knows none of them."""
+    keys = {
+        "exaone4": ("sliding_window_pattern",),
+        "exaone_moe": ("is_moe_layer",),
+        "llama4": ("interleave_moe_layer_step",),
+        "mamba2": ("intermediate_size", "time_step_limit", "time_step_rank"),
+        "minimax_m2": ("shared_intermediate_size",),
+    }[name]
+    source, is_inside = write(name, tmp_path)
+    core = tmp_path / "core"
+    megaconv.convert(source, core, saver="core", dtype="fp32", text_only=is_inside)
+    for file in core.rglob("*.json"):
+        file.unlink()
+    megaconv.convert(core, tmp_path / "mlx", saver="mlx")
+    written = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    written = written.get("text_config", written)
+    assert set(keys) <= written.keys()
+    given = CASES[name]["config"]
+    given = given.get("text_config", given)
+    same = {"is_moe_layer", "interleave_moe_layer_step", "shared_intermediate_size"} & set(keys)
+    assert {key: written[key] for key in same} == {key: given[key] for key in same}
+
+
+def test_local_layers_of_exaone_4_are_letters(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    local = {"layer_types": kinds, "sliding_window": 7, "sliding_window_pattern": 3}
+    source = write_source(tmp_path / "source", {**CASES["exaone4"]["config"], **local})
+    megaconv.convert(source, tmp_path / "mlx", saver="mlx")
+    written = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    assert written["sliding_window_pattern"] == "LLGL"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mixtral", "phi3", "starcoder2", "lfm2", "internlm2"])
+def test_heads_that_mlx_lm_has_no_key_for_are_refused(name: str, tmp_path: Path) -> None:
+    config = {**CASES[name]["config"]}
+    config["head_dim"] = 2 * config["hidden_size"] // config["num_attention_heads"]
+    source = write_source(tmp_path / "source", config)
+    refused = run("convert", source, tmp_path / "mlx", "--saver", "mlx")
+    assert_refused(refused, 2, f"mlx-lm's class of {name} has no head_dim")
+
+
+def test_experts_at_other_distances_than_mlx_lm_knows_are_refused(tmp_path: Path) -> None:
+    config = json.loads(json.dumps(CASES["llama4"]["config"]))
+    config["text_config"]["moe_layers"] = [1, 2]
+    source = write_source(tmp_path / "source", config)
+    refused = run("convert", source, tmp_path / "mlx", "--saver", "mlx", "--text-only")
+    assert_refused(refused, 2, "layers 1, 2 have experts", "at equal distances")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -1,0 +1,92 @@
+"""The config.json of an MLX model: keys that mlx-lm requires, and models that its classes can't describe.
+
+Source: the `ModelArgs` of mlx-lm 0.32.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megaconv.errors import NotExpressible
+from megaconv.model.config import ModelConfig
+
+_ROPE_IN_ONE_PLACE = ("glm_moe_dsa", "ministral3", "mistral4")
+"""Families for which mlx-lm reads the rope from rope_parameters alone."""
+_WITHOUT_HEAD_DIM = (
+    *("apertus", "cohere2", "granite", "granite_moe", "helium", "internlm2", "internlm3", "lfm2", "lfm2_moe", "mimo", "mixtral"),
+    *("phi3", "phimoe", "qwen2", "qwen2_moe", "starcoder2"),
+)  # fmt: skip
+"""Families for which mlx-lm computes the size of a head from hidden and heads."""
+
+
+def completed(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """The keys of a config.json as mlx-lm requires them. raw: the keys of transformers.
+
+    Raises NotExpressible for a model that mlx-lm's class can't describe.
+    """
+    found = dict(raw)
+    _require_head_dim(raw, config.family)
+    if config.family in _ROPE_IN_ONE_PLACE:
+        # A config.json of transformers 5 has its rope in another place than mlx-lm looks for it.
+        scaling = raw.get("rope_scaling") or {"rope_type": "default"}
+        found.setdefault("rope_parameters", {"rope_theta": raw["rope_theta"], **scaling})
+    complete = _COMPLETE.get(config.family)
+    if complete is not None:
+        complete(found, config)
+    return found
+
+
+def _require_head_dim(raw: Mapping[str, Any], family: str) -> None:
+    size = raw.get("head_dim")
+    if family not in _WITHOUT_HEAD_DIM or size is None:
+        return
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if size * heads != hidden:
+        raise NotExpressible(
+            f"--saver mlx: {heads} heads of {size} with a hidden size of {hidden}: mlx-lm's class of {family} has no head_dim; "
+            "choose another --saver, or give the model's own directory as --config if it is of another family"
+        )
+
+
+def _exaone4(found: dict[str, Any], _: ModelConfig) -> None:
+    """A letter for each layer: L for a local one, G for a global one."""
+    if isinstance(found.get("sliding_window_pattern"), str):
+        return
+    kinds = found.get("layer_types") or []
+    letters = "".join("L" if kind == "sliding_attention" else "G" for kind in kinds)
+    found["sliding_window_pattern"] = letters if "L" in letters else None
+
+
+def _exaone_moe(found: dict[str, Any], config: ModelConfig) -> None:
+    with_experts = config.layers_with("moe")
+    found["is_moe_layer"] = [layer in with_experts for layer in range(config.layer_count)]
+
+
+def _llama4(found: dict[str, Any], config: ModelConfig) -> None:
+    """The last layer of each `interleave_moe_layer_step` layers has experts."""
+    with_experts, count = config.layers_with("moe"), config.layer_count
+    step = with_experts[0] + 1 if with_experts else count + 1
+    if with_experts != tuple(range(step - 1, count, step)):
+        raise NotExpressible(
+            f"--saver mlx: layers {', '.join(map(str, with_experts))} have experts; mlx-lm's class of llama4 has them at equal distances"
+        )
+    found["interleave_moe_layer_step"] = step
+
+
+def _mamba2(found: dict[str, Any], _: ModelConfig) -> None:
+    found.setdefault("intermediate_size", found["num_heads"] * found["head_dim"])
+    found.setdefault("time_step_limit", [0.0, math.inf])
+    found.setdefault("time_step_rank", "auto")
+
+
+def _minimax_m2(found: dict[str, Any], _: ModelConfig) -> None:
+    found.setdefault("shared_intermediate_size", 0)
+
+
+_COMPLETE: Mapping[str, Callable[[dict[str, Any], ModelConfig], None]] = {
+    "exaone4": _exaone4,
+    "exaone_moe": _exaone_moe,
+    "llama4": _llama4,
+    "mamba2": _mamba2,
+    "minimax_m2": _minimax_m2,
+}
