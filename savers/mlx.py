@@ -23,7 +23,7 @@ from megaconv.mlx.names import (
     wrapper_of,
 )
 from megaconv.mlx.quantization import OPTIONS, affine_forms, affine_of, with_scales
-from megaconv.mlx.settings import KEYS
+from megaconv.mlx.settings import FLOATS, KEYS
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
@@ -45,12 +45,23 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The form of each tensor that is stored otherwise. Raises UsageError, and NotExpressible for another family."""
     affine = affine_of(options.extra)
     natives = _natives(header.config)
+    _require_floats(header)
     found = {} if affine is None else affine_forms(natives, affine)
     name = header.config.family
     shifted = [native for native in natives if is_shifted(name, native.name)]
     found |= {Key(part): Form(PLUS_ONE) for native in shifted for part in native.parts}
     predicting = (key for key in header.manifest if key.name.startswith("mtp."))
     return found | dict.fromkeys(predicting, Form(LEFT_OUT))
+
+
+def _require_floats(header: Header) -> None:
+    """Raise NotExpressible for other dtypes. mlx reads the codes of 8-bit floats as whole numbers, and no float64."""
+    for key, info in header.manifest.items():
+        if info.dtype not in FLOATS:
+            remedy = "; add --dtype bf16" if info.dtype == "float64" else ""
+            raise NotExpressible(
+                f"--saver mlx: {key.name} is {info.dtype}; mlx-lm computes with {', '.join(FLOATS)}{remedy}"
+            )
 
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:

@@ -27,7 +27,8 @@ AFFINE = "affine"
 _SIZES = {AFFINE: (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 """Mode -> the sizes of groups."""
 _BITS = {AFFINE: (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
-_FLOATS = ("float16", "bfloat16", "float32")
+FLOATS = ("float16", "bfloat16", "float32")
+"""Dtypes of weights, scales and biases."""
 _SCALES, _BIASES, _GLOBAL_SCALE = ".scales", ".biases", ".global_scale"
 
 
@@ -122,7 +123,7 @@ def _plain(
     shape = (*words.shape[:-1], columns)
     grid = (*words.shape[:-1], columns // grouping.size)
     has_dtypes = words.dtype == "uint32" and (
-        scales.dtype in _FLOATS if is_affine else scales.dtype == "uint8"
+        scales.dtype in FLOATS if is_affine else scales.dtype == "uint8"
     )
     fits = (
         len(words.shape) > 1

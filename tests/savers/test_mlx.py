@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.mlx.names import WRITTEN, is_shifted
@@ -180,6 +182,20 @@ def test_experts_at_other_distances_than_mlx_lm_knows_are_refused(tmp_path: Path
     source = write_source(tmp_path / "source", config)
     refused = run("convert", source, tmp_path / "mlx", "--saver", "mlx", "--text-only")
     assert_refused(refused, 2, "layers 1, 2 have experts", "at equal distances")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("options", [(), ("--option", "bits=4")])
+def test_dtypes_that_mlx_does_not_compute_with_are_refused(
+    dtype: torch.dtype, options: tuple[str, ...], llama: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    path = llama / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(dtype)}, path)
+    refused = run("convert", llama, tmp_path / "mlx", "--saver", "mlx", *options)
+    word = str(dtype).removeprefix("torch.")
+    assert_refused(refused, 2, f"layers.0.mlp.up.weight is {word}; mlx-lm computes with float16")
 
 
 @pytest.mark.parametrize(
