@@ -72,6 +72,7 @@ def mlx_config(raw: Mapping[str, Any], where: Path) -> AdapterConfig:
         rank=rank,
         alpha=scale * rank,
         dora=kind == "dora",
+        keeps_tie=True,  # LoRAEmbedding.as_linear of mlx-lm adds the change to a tied head too
         base=base if isinstance(base, str) else "",
         dropout=float(dropout),
     )

@@ -103,6 +103,26 @@ def test_the_language_model_of_a_multimodal_model_has_its_own_names(
     assert found.fingerprint == expected.fingerprint
 
 
+def test_a_tied_head_gets_the_change_of_the_embedding(tmp_path: Path) -> None:
+    """As in mlx-lm: LoRAEmbedding.as_linear is the head of a tied model."""
+    config = cases()["llama, tied"]["config"]
+    base = write_source(tmp_path / "base", config)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    settings = {"rank": 2, "scale": 2.0, "dropout": 0.0}
+    (adapter / "adapter_config.json").write_text(json.dumps({"lora_parameters": settings}))
+    a, b = torch.ones(config["vocab_size"], 2), torch.ones(2, config["hidden_size"])
+    matrices = {"model.embed_tokens.lora_a": a, "model.embed_tokens.lora_b": b}
+    save_file(matrices, adapter / "adapters.safetensors")
+    merged = load_file(_merged(base, adapter, tmp_path / "merged") / "model.safetensors")
+    before = load_file(base / "model.safetensors")
+    expected = before["model.embed_tokens.weight"].float() + 2 * a @ b
+    torch.testing.assert_close(merged["model.embed_tokens.weight"], expected, rtol=0, atol=1e-6)
+    assert "lm_head.weight" not in merged
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert written["tie_word_embeddings"] is True
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
