@@ -152,22 +152,23 @@ def test_200_clients_that_come_read_slowly_stall_and_leave_see_their_own_text_al
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with room for answers that take seconds."""
+    """A model with room for answers of about a thousand tokens, which take a second."""
     made = tmp_path_factory.mktemp("slow")
     save(made, max_position_embeddings=4096)
     return made
 
 
-LONG = {"prompt": "go on", "max_tokens": 4000, "temperature": 0, "logit_bias": {}}
+LONG = {"prompt": "go on", "max_tokens": 4000, "temperature": 0, "logit_bias": {"0": -100}}
+"""A request whose answer takes seconds: the bias keeps the model from ending it early."""
 
 
 def test_a_request_that_times_out_frees_its_slot(slow: Path) -> None:
-    running = Serving(slow, "--request-timeout", "1.5")
+    running = Serving(slow, "--request-timeout", "0.3")
     status, found = running.ask(COMPLETIONS, LONG)
     assert (status, found["error"]["type"]) == (504, "timeout_error")
     status, found = running.ask(COMPLETIONS, LONG | {"stream": True})
     assert status == 200
-    assert "after 1.5 seconds" in found.split("data: ")[-2]
+    assert "after 0.3 seconds" in found.split("data: ")[-2]
     assert (
         running.ask(
             "/api", {"prompts": ["go on"], "tokens_to_generate": 4000, "top_k": 1}, method="PUT"
