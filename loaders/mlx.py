@@ -19,8 +19,9 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
 from megaconv.huggingface.weight_files import has_weights, read_directory, whole_model
 from megaconv.loader import Loader
-from megaconv.mlx.names import INSIDE, SUPPORTED, mlx_rows, undone
+from megaconv.mlx.names import INSIDE, SUPPORTED, mlx_rows
 from megaconv.mlx.settings import dequantized, mlx_quantization
+from megaconv.mlx.tensors import undone
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import MLX

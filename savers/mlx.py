@@ -17,13 +17,12 @@ from megaconv.mlx.config import completed
 from megaconv.mlx.names import (
     INSIDE,
     WRITTEN,
-    as_in_mlx,
-    is_shifted,
     mlx_rows,
     wrapper_of,
 )
 from megaconv.mlx.quantization import OPTIONS, affine_forms, affine_of, with_scales
 from megaconv.mlx.settings import FLOATS, KEYS
+from megaconv.mlx.tensors import as_in_mlx, is_shifted
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key

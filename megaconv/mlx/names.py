@@ -3,29 +3,18 @@
     experts                  all experts of a layer in one tensor, with gate and up apart: switch_mlp.gate_proj.weight
     latent attention         embed_q.weight [heads, latent, keys] and unembed_out.weight [heads, values, latent] in place of
                              kv_b_proj.weight; older releases of mlx-lm kept it
-    convolutions             [channels, width, 1] in place of [channels, 1, width]
-    norms of Qwen3-Next      stored with 1 added
-    GPT-OSS                  gate and up apart, whose rows alternate in transformers' files
     multimodal models        language_model. before the names of the language model, which mlx-lm keeps alone
 
-Source: the `sanitize` methods of mlx-lm 0.32.
+`tensors.py` has the changes of axes and values. Source: the `sanitize` methods of mlx-lm 0.32.
 """
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
-from math import prod
 from typing import Any
 
-from formats.tensor import LazyTensor, Shape, reshaped
-from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.model.table import PerHead, Row, Spelling, Stacked, expand
-from megaconv.values.alternating import AlternatingRows
-from megaconv.values.beside_weights import needed
-from megaconv.values.cast import CastTensor
-from megaconv.values.stored_forms import AddedTensor
 
 SUPPORTED = (
     "afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
@@ -71,12 +60,6 @@ _KV_B = ".kv_b_proj."
 _WITH_ABSORBED = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
 """Families whose latent attention multiplies queries by the matrix that makes keys."""
 
-_WITH_SHIFTED_NORMS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-_SHIFTED_NORMS = (
-    *(".input_layernorm.weight", ".post_attention_layernorm.weight", "model.norm.weight"),
-    *(".q_norm.weight", ".k_norm.weight"),
-)
-_SCALARS = (".act_fn.alpha_p", ".act_fn.alpha_n")
 INSIDE = "language_model."
 """The beginning of all names of a language model that was inside a multimodal model."""
 _WRAPPERS = {
@@ -93,22 +76,6 @@ _WRAPPERS = {
 def wrapper_of(family: str) -> Mapping[str, Any] | None:
     """The keys of the config.json around that of the language model; None if it stands alone."""
     return _WRAPPERS.get(family)
-
-
-def is_shifted(family: str, name: str) -> bool:
-    """True if MLX stores a tensor with 1 added."""
-    return family in _WITH_SHIFTED_NORMS and name.endswith(_SHIFTED_NORMS)
-
-
-def as_in_mlx(name: str, shape: Shape) -> Shape:
-    """The shape in MLX of a tensor of transformers' shape.
-
-    A convolution of each channel for itself is [channels, width, 1], and a parameter of an activation has no axis.
-    """
-    if name.endswith(_SCALARS):
-        return ()
-    is_convolution = len(shape) == 3 and shape[1] == 1
-    return (shape[0], shape[2], 1) if is_convolution else shape
 
 
 def mlx_rows(family: Family, names: Collection[str] = ()) -> tuple[Row, ...]:
@@ -139,79 +106,30 @@ def _named(row: Row, family: str, *, has_whole: bool) -> Row:
 
 def _stacks(row: Row, family: str) -> Iterator[Stacked]:
     """Yield the stack of each tensor that every expert has."""
+    for member, name in enumerate(_names_of_stacks(row, family)):
+        yield Stacked(name, members=(member,))
+
+
+def _names_of_stacks(row: Row, family: str) -> Iterator[str]:
     if family in _ROUTED:
-        for member, name in enumerate(expand(row.canonical)):
-            _, part, last = name.rsplit(".", 2)
-            yield Stacked(f"{_ROUTED[family]}{part}_proj.{last}", members=(member,))
+        for name in expand(row.canonical):
+            yield _ROUTED[family] + _last_words(name)
         return
     parts = _PARTS_OF_NEMOTRON if family == "nemotron_h" else _PARTS
-    spelled = chain.from_iterable(expand(spelling.name) for spelling in row.spelling(HF))
-    for member, name in enumerate(spelled):
-        found = _EXPERT.fullmatch(name)
-        assert found is not None, name
-        part = parts.get(found["part"], found["part"])
-        yield Stacked(f"{found['module']}switch_mlp.{part}.{found['last']}", members=(member,))
+    for spelling in row.spelling(HF):
+        for name in expand(spelling.name):
+            yield _name_of_stack(name, parts)
 
 
-def undone(tensors: Mapping[str, LazyTensor], family: str, where: str) -> dict[str, LazyTensor]:
-    """The tensors with the axes and the values of transformers' files, and GPT-OSS's gate and up joined.
-
-    Raises TensorMismatch for a gate without an up of the same form.
-    """
-    # mlx-lm adds 1 to norms when it turns the convolutions around, and looks at the convolutions to know.
-    is_plain = any(map(_is_convolution_of_transformers, tensors, tensors.values()))
-    found = {
-        name: _undone(name, tensor, shifted=is_shifted(family, name) and not is_plain)
-        for name, tensor in tensors.items()
-    }
-    return _joined_experts(found, where) if family == "gpt_oss" else found
+def _last_words(canonical: str) -> str:
+    """`gate_proj.weight` for a canonical name that ends with `gate.weight`."""
+    _, part, last = canonical.rsplit(".", 2)
+    return f"{part}_proj.{last}"
 
 
-def _is_convolution_of_transformers(name: str, tensor: LazyTensor) -> bool:
-    """True for [channels, 1, width]."""
-    return name.endswith("conv1d.weight") and tuple(tensor.shape)[2:] not in ((), (1,))
-
-
-def _undone(name: str, tensor: LazyTensor, *, shifted: bool) -> LazyTensor:
-    shape = tuple(tensor.shape)
-    if len(shape) == 3 and shape[2] == 1:  # a convolution of each channel for itself
-        return reshaped(tensor, (shape[0], 1, shape[1]))
-    if name.endswith(_SCALARS):
-        return reshaped(tensor, (1,))
-    if shifted:
-        return CastTensor(AddedTensor(tensor, -1), tensor.dtype, name, overflow=False)
-    return tensor
-
-
-def _joined_experts(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
-    """GPT-OSS's tensors by transformers' names."""
-    found: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if ".experts." not in name:
-            found[name] = tensor
-            continue
-        in_hf = name.removesuffix(".weight").replace(".bias", "_bias")
-        if ".gate_proj" in name:
-            up = needed(name.replace(".gate_proj", ".up_proj"), tensors, where)
-            found[in_hf.replace(".gate_proj", ".gate_up_proj")] = _alternating(
-                name, tensor, up, where
-            )
-        elif ".up_proj" not in name:
-            found[in_hf] = tensor
-    return found
-
-
-def _alternating(name: str, gate: LazyTensor, up: LazyTensor, where: str) -> LazyTensor:
-    """Gate and up of all experts [experts, rows, cols], or their biases [experts, rows], with alternating rows."""
-    shape = tuple(gate.shape)
-    if (tuple(up.shape), up.dtype) != (shape, gate.dtype) or not shape:
-        raise TensorMismatch(
-            f"{where}: {name} is {list(shape)} {gate.dtype}, and its up_proj is {list(up.shape)} {up.dtype}; expected the same "
-            "shape with an axis of experts",
-            code="misshapen-tensor",
-        )
-    if len(shape) == 3:
-        return AlternatingRows(gate, up)
-    columns = (prod(shape), 1)
-    joined = AlternatingRows(reshaped(gate, columns), reshaped(up, columns))
-    return reshaped(joined, (*shape[:-1], 2 * shape[-1]))
+def _name_of_stack(name: str, parts: Mapping[str, str]) -> str:
+    """The stack of a tensor of each expert. name: transformers' pattern. parts: transformers' words -> MLX's."""
+    found = _EXPERT.fullmatch(name)
+    assert found is not None, name
+    part = parts.get(found["part"], found["part"])
+    return f"{found['module']}switch_mlp.{part}.{found['last']}"

@@ -9,13 +9,12 @@ A quantized module has `weight`, `scales` and, for the mode `affine`, `biases`. 
 
 import logging
 from collections.abc import Mapping
-from math import prod
 from typing import Any, cast
 
-from formats.tensor import LazyTensor, matrix_shape
+from formats.tensor import LazyTensor, Shape
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import is_of_mlx
-from megaconv.values.beside_weights import needed
+from megaconv.values.beside_weights import fitting, needed
 from megaconv.values.mlx_groups import WORD_BITS, GroupedTensor, Grouping
 from megaconv.values.settings import value_of
 
@@ -29,6 +28,10 @@ _SIZES = {AFFINE: (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 _BITS = {AFFINE: (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of weights, scales and biases."""
+_SUPPORTED = (
+    "affine with 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4 and mxfp8 in groups of 32, and nvfp4 in groups "
+    "of 16"
+)
 _SCALES, _BIASES, _GLOBAL_SCALE = ".scales", ".biases", ".global_scale"
 
 
@@ -47,11 +50,8 @@ def grouping_of(settings: Mapping[str, Any], where: str) -> Grouping:
     bits = value_of(settings, "bits", int, where)
     size = value_of(settings, "group_size", int, where)
     if mode not in _SIZES or size not in _SIZES[mode] or bits not in _BITS[mode]:
-        raise UnsupportedInput(
-            f"{where}: MLX's mode {mode!r:.40} with {bits!r:.40} bits in groups of {size!r:.40}; supported are "
-            f"{AFFINE} with {', '.join(map(str, _BITS[AFFINE]))} bits in groups of {', '.join(map(str, _SIZES[AFFINE]))}, "
-            "mxfp4 and mxfp8 in groups of 32, and nvfp4 in groups of 16"
-        )
+        found = f"mode {mode!r:.40} with {bits!r:.40} bits in groups of {size!r:.40}"
+        raise UnsupportedInput(f"{where}: MLX's {found}; supported are {_SUPPORTED}")
     return Grouping(mode, bits, size)
 
 
@@ -118,29 +118,37 @@ def _plain(
     words, scales = tensors[f"{module}.weight"], tensors[module + _SCALES]
     is_affine = grouping.mode == AFFINE
     biases = needed(module + _BIASES, tensors, where) if is_affine else None
-    _, columns = matrix_shape(words.shape)
-    columns = columns * WORD_BITS // grouping.bits
-    shape = (*words.shape[:-1], columns)
-    grid = (*words.shape[:-1], columns // grouping.size)
-    has_dtypes = words.dtype == "uint32" and (
-        scales.dtype in FLOATS if is_affine else scales.dtype == "uint8"
-    )
-    fits = (
-        len(words.shape) > 1
-        and tuple(scales.shape) == grid
-        and prod(grid) * grouping.size == prod(shape)
-    )
-    if not has_dtypes or not fits:
-        expected = "floats" if is_affine else "uint8"
-        raise TensorMismatch(
-            f"{where}: {module}.weight is {list(words.shape)} {words.dtype} with scales {list(scales.shape)} {scales.dtype}; "
-            f"expected uint32 with {list(grid)} {expected}, by {grouping.bits} bits in groups of {grouping.size}",
-            code="misshapen-tensor",
-        )
-    if biases is not None and (tuple(biases.shape), biases.dtype) != (grid, scales.dtype):
-        raise TensorMismatch(
-            f"{where}: {module}{_BIASES} is {list(biases.shape)} {biases.dtype}; expected {list(grid)} {scales.dtype}",
-            code="misshapen-tensor",
-        )
+    *rows, stored = words.shape or (0,)
+    columns = stored * WORD_BITS // grouping.bits
+    grid = (*rows, columns // grouping.size)
+    is_whole = bool(rows) and grid[-1] * grouping.size == columns
+    if words.dtype != "uint32" or not is_whole or not _has_scales(scales, grid, grouping):
+        raise _misshapen(module, words, scales, grid, grouping, where)
+    if biases is not None:
+        fitting(module + _BIASES, tensors, grid, scales.dtype, where)
     plain = dtype or (scales.dtype if is_affine else "bfloat16")
-    return GroupedTensor(words, scales, biases, grouping, shape, plain)
+    return GroupedTensor(words, scales, biases, grouping, (*rows, columns), plain)
+
+
+def _misshapen(
+    module: str,
+    words: LazyTensor,
+    scales: LazyTensor,
+    grid: Shape,
+    grouping: Grouping,
+    where: str,
+) -> TensorMismatch:
+    """The error for words and scales that don't fit. grid: the expected shape of the scales."""
+    found = f"{list(words.shape)} {words.dtype} with scales {list(scales.shape)} {scales.dtype}"
+    numbers = "floats" if grouping.mode == AFFINE else "uint8"
+    form = f"{grouping.bits} bits in groups of {grouping.size}"
+    return TensorMismatch(
+        f"{where}: {module}.weight is {found}; expected uint32 with {list(grid)} {numbers}, by {form}",
+        code="misshapen-tensor",
+    )
+
+
+def _has_scales(scales: LazyTensor, grid: Shape, grouping: Grouping) -> bool:
+    """True for scales of this shape, and of a dtype that the mode has."""
+    dtypes = FLOATS if grouping.mode == AFFINE else ("uint8",)
+    return tuple(scales.shape) == grid and scales.dtype in dtypes

@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megaconv
-from megaconv.mlx.names import WRITTEN, is_shifted
+from megaconv.mlx.names import WRITTEN
+from megaconv.mlx.tensors import is_shifted
 from tests.conftest import FIXTURES
 from tests.mlx_oracle import cases, digest, write_source
 from tests.models import write_llama
