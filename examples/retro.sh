@@ -53,7 +53,7 @@ echo "3. Training with retrieval"
 lite pretrain --retro-project-dir "$work/project" --retro-add-retriever --num-layers 9 --hidden-size 32 --ffn-hidden-size 48 \
     --num-attention-heads 4 --max-position-embeddings 32 --make-vocab-size-divisible-by 1 --hidden-dropout 0 --attention-dropout 0 \
     --retro-encoder-hidden-dropout 0 --retro-encoder-attention-dropout 0 --micro-batch-size 8 --lr 2e-3 --min-lr 2e-3 \
-    --lr-warmup-iters 10 --init-method-std 0.1 --weight-decay 0.01 --retro-no-final-norm --log-interval 100 --save "$work/retro" --no-save-optim
+    --lr-warmup-samples 80 --init-method-std 0.1 --weight-decay 0.01 --retro-no-final-norm --log-interval 100 --save "$work/retro" --no-save-optim
 
 echo "4. The loss of held-out documents"
 lite evaluate --load "$work/retro" --retro-project-dir "$work/project" --output "$work/loss.json"
