@@ -15,10 +15,9 @@ from megaconv.adapters.peft_files import (
     Adapter,
     ModuleAdapter,
     adapter_directory,
-    module_path,
 )
 from megaconv.adapters.sharing import with_shared
-from megaconv.adapters.targets import weights_of
+from megaconv.adapters.targets import path_of, weights_of
 from megaconv.adapters.translation import Pair, adaptable_weights, open_pairs
 from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, UsageError
 from megaconv.families import read_config
@@ -102,7 +101,12 @@ def _pairs(
         yield from _of_experts(module, weight, adapter)
     elif weight.name in known:
         yield Pair(
-            weight, module.a, module.b, _alpha(module, adapter, 1), module.module, module.magnitude
+            weight,
+            module.a,
+            module.b,
+            _alpha(module, weight, adapter),
+            module.module,
+            module.magnitude,
         )
     else:
         raise TensorMismatch(
@@ -128,7 +132,7 @@ def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -
         )
     experts, rows, cols = weight.shape
     rank = module.a.shape[0] // experts
-    alpha = _alpha(module, adapter, experts)
+    alpha = _alpha(module, weight, adapter)
     for expert in range(experts):
         parts = {}
         for name, regions in weight.parts.items():
@@ -140,9 +144,10 @@ def _of_experts(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -
         yield Pair(one, a, b, alpha, f"{module.module}, expert {expert}")
 
 
-def _alpha(module: ModuleAdapter, adapter: Adapter, experts: int) -> float:
+def _alpha(module: ModuleAdapter, weight: NativeTensor, adapter: Adapter) -> float:
     """The alpha of a module, for a product that is divided by its rank."""
-    path, rank = module_path(module.module), module.a.shape[0] // experts
+    experts = weight.shape[0] if len(weight.shape) == 3 else 1
+    path, rank = path_of(module, weight, adapter.config), module.a.shape[0] // experts
     if rank != adapter.config.rank_of(path):
         raise TensorMismatch(
             f"{adapter.weights}: {module.module} has rank {rank}; its configuration says {adapter.config.rank_of(path)}",

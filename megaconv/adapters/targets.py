@@ -12,7 +12,7 @@ from math import prod
 from formats.tensor import LazyTensor, Shape
 from megaconv.adapters.file_paths import FilePaths
 from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
-from megaconv.adapters.peft_files import Adapter, ModuleAdapter, module_path
+from megaconv.adapters.peft_files import Adapter, AdapterConfig, ModuleAdapter, module_path
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family
 from megaconv.model.assembled import Placed, assemble
@@ -70,6 +70,25 @@ def weights_of(
     names = _Names(family, config, str(adapter.weights))
     for module in adapter.modules:
         yield module, names.target(module)
+
+
+def path_of(module: ModuleAdapter, native: NativeTensor, config: AdapterConfig) -> str:
+    """The path that peft compares with the patterns of ranks and alphas.
+
+    It is a module's path. For a parameter with its own adapter, the parameter's name follows.
+    native: the weight that the adapter changes.
+    """
+    path = module_path(module.module)
+    if not _is_of_parameter(native, config):
+        return path
+    parameter = native.name.rpartition(".")[2]
+    return f"{path}.{parameter}"
+
+
+def _is_of_parameter(native: NativeTensor, config: AdapterConfig) -> bool:
+    """True if the adapter is one of a parameter: of all experts of a layer, or listed in `target_parameters`."""
+    is_listed = any(f".{native.name}".endswith(f".{name}") for name in config.parameters)
+    return len(native.shape) == 3 or is_listed
 
 
 def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfig:
@@ -238,7 +257,8 @@ def _changes_of_module(
             f"{adapter.weights}: {module.module}: has tensors of shapes {list(module.a.shape)} and {list(module.b.shape)}, as for a "
             "convolution; only adapters with matrices, of two axes, are merged"
         )
-    native, path = names.target(module), module_path(module.module)
+    native = names.target(module)
+    path = path_of(module, native, adapter.config)
     experts, outs, ins = _sizes(native) if len(native.shape) > 1 else (1, native.shape[0], 1)
     flipped = _flipped(native)
     if module.embedding:
@@ -265,11 +285,9 @@ def _changes_of_module(
         native, Delta(module.a, module.b, scale, native.shape, flipped, experts)
     )
     magnitudes = _magnitudes(module, adapter, weight, names, native)
-    parameter = experts > 1 or any(
-        f".{native.name}".endswith(f".{name}") for name in adapter.config.parameters
-    )
+    rounds_first = module.embedding or _is_of_parameter(native, adapter.config)
     for name, delta in deltas.items():
-        yield name, Change(delta, module.embedding or parameter, magnitudes.get(name))
+        yield name, Change(delta, rounds_first, magnitudes.get(name))
     if module.bias is not None:
         bias = names.native(native.name.removesuffix("weight") + "bias")
         for name, delta in names.canonical(bias, ScaledVector(module.bias, scale)).items():

@@ -127,6 +127,17 @@ def test_an_adapter_of_some_layers_and_modules_names_them_by_their_paths(tmp_pat
     assert (found["use_rslora"], found["lora_alpha"], found["lora_dropout"]) == (False, 16, 0.25)
 
 
+def test_patterns_name_the_parameter_of_all_experts(tmp_path: Path) -> None:
+    patterns = (r".*\.down_proj", r".*\.gate_up_proj", "q_proj")
+    given = settings_of(EXPERTS / "adapter")
+    alphas = {"alpha_pattern": dict.fromkeys(patterns, given["lora_alpha"]), "lora_alpha": 99}
+    edited(EXPERTS / "adapter", tmp_path / "adapter", alphas)
+    for adapter, target in ((EXPERTS / "adapter", "of-one"), (tmp_path / "adapter", "by-pattern")):
+        translate(adapter, EXPERTS, tmp_path / target)
+        translated = tmp_path / target / ITERATION / "run_config.yaml"
+        assert yaml.safe_load(translated.read_text())["peft"]["alpha"] == given["lora_alpha"]
+
+
 def test_megatron_core_finds_every_ranks_rows_in_our_files(tmp_path: Path) -> None:
     """The test uses the sharded tensors of core's ColumnParallelLinear and RowParallelLinear, and of its factory for
     gated layers."""

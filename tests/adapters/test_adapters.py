@@ -270,6 +270,28 @@ def test_a_head_is_untied_from_an_embedding_that_alone_has_an_adapter(tmp_path: 
     assert "lm_head.weight" not in load_file(tmp_path / "tied/model.safetensors")
 
 
+def test_patterns_of_ranks_and_alphas_name_a_parameter_as_peft_does(tmp_path: Path) -> None:
+    """peft compares a pattern with the path of a parameter: `experts` is none, `experts.down_proj` and `.*\\.gate_up_proj` are.
+
+    peft itself writes the last one for `target_modules="all-linear"`.
+    """
+    right = ("experts.down_proj", r".*\.gate_up_proj", "q_proj")
+    given = json.loads((EXPERTS / "adapter/adapter_config.json").read_text())
+    ranks = dict.fromkeys(right, given["r"])
+    alphas = dict.fromkeys(right, given["lora_alpha"])
+    config = {
+        "r": 99,
+        "lora_alpha": 99,
+        "rank_pattern": {"experts": 98, **ranks},
+        "alpha_pattern": {"experts": 98, **alphas},
+    }
+    adapter = edited(EXPERTS / "adapter", tmp_path / "adapter", config)
+    outcome = run("merge", EXPERTS / "base", adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome
+    merged = EXPERTS / "merged/model.safetensors"
+    assert_same_bits(load_file(tmp_path / "out/model.safetensors"), load_file(merged))
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
