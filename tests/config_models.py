@@ -387,6 +387,10 @@ OWN_KEYS: dict[str, Raw] = {
         "mlp_only_layers": [0, 2],
     },
     "gpt_neox_japanese": {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 4, "clip_qkv": 6.0},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},
+    },
     "laguna": {
         **SHARED_KEYS,
         **MLP_KINDS,

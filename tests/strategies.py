@@ -211,6 +211,7 @@ OTHERS = (
     "afmoe",
     "aria_text",
     "axk1",
+    "dbrx",
     "flint",
     "gpt_bigcode",
     "gpt_neox_japanese",

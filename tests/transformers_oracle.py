@@ -790,6 +790,8 @@ FALCONS_H1 = {
 }  # fmt: skip
 """Falcon-H1, which is converted between Hugging Face's files, and trained."""
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
+DBRX_ATTENTION = {"kv_n_heads": 4, "rope_theta": 5000.0}
+DBRX_EXPERTS = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
 BEYOND_MEGATRON = {
     **GEMMAS_4,
     **LFMS_3,
@@ -894,6 +896,14 @@ BEYOND_MEGATRON = {
     ),
     "mpt, limits": Variant(
         "mpt", {"d_model": 48, "n_layers": LAYERS, "n_heads": 12, "layer_norm_epsilon": 1e-3, "attn_config": {"clip_qkv": 0.5}}
+    ),
+    "dbrx": Variant(
+        "dbrx",
+        {"d_model": 64, "n_layers": LAYERS, "n_heads": 8, "max_seq_len": 96, "attn_config": {**DBRX_ATTENTION, "clip_qkv": 0.7},
+         "ffn_config": DBRX_EXPERTS},
+        {"no limit": {"attn_config": DBRX_ATTENTION},
+         "weights left as they are": {"ffn_config": {**DBRX_EXPERTS, "moe_normalize_expert_weights": None}},
+         "base": {"attn_config": {**DBRX_ATTENTION, "rope_theta": 700.0}, **rope(700.0)}},
     ),
     "opt": Variant("opt", {"ffn_dim": 80, "word_embed_proj_dim": 64}, {"activation": {"activation_function": "gelu"}}),
     "opt, without biases": Variant("opt", {"ffn_dim": 80, "enable_bias": False, "word_embed_proj_dim": 64, "tie_word_embeddings": False}),

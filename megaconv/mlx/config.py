@@ -48,6 +48,21 @@ def _require_head_dim(raw: Mapping[str, Any], family: str) -> None:
         )
 
 
+def _dbrx(found: dict[str, Any], config: ModelConfig) -> None:
+    attention = config.attention
+    if attention.clip is None or not config.experts.renormalize:
+        raise NotExpressible(
+            "--saver mlx: mlx-lm's class of dbrx always limits q, k and v, and normalizes the weights of experts; this model lacks one of "
+            "them; choose another --saver"
+        )
+    own = {"clip_qkv": attention.clip, "kv_n_heads": attention.kv_heads}
+    found["attn_config"] = {
+        **(found.get("attn_config") or {}),
+        **own,
+        "rope_theta": config.positions.theta,
+    }
+
+
 def _exaone4(found: dict[str, Any], _: ModelConfig) -> None:
     """A letter for each layer: L for a local one, G for a global one."""
     if isinstance(found.get("sliding_window_pattern"), str):
@@ -84,6 +99,7 @@ def _minimax_m2(found: dict[str, Any], _: ModelConfig) -> None:
 
 
 _COMPLETE: Mapping[str, Callable[[dict[str, Any], ModelConfig], None]] = {
+    "dbrx": _dbrx,
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "llama4": _llama4,

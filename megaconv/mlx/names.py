@@ -17,7 +17,7 @@ from megaconv.model.naming import HF, HF_STACKED
 from megaconv.model.table import PerHead, Row, Spelling, Stacked, expand
 
 SUPPORTED = (
-    "afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
+    "afmoe", "apertus", "cohere", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
     "exaone_moe", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "gpt_bigcode", "gpt_oss", "granite", "granite_moe", "granite_moe_hybrid", "helium", "hunyuan_v1_dense",
     "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "mamba", "mamba2", "mimo",
@@ -45,8 +45,11 @@ _ROUTED: Mapping[str, str] = {
 _PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _PARTS_OF_NEMOTRON = {"up_proj": "fc1", "down_proj": "fc2"}
 _EXPERT = re.compile(r"(?P<module>.*\.)experts\.\{e\}\.(?P<part>\w+)\.(?P<last>\w+)")
+_DBRX = "transformer.blocks.{l}.ffn.experts.{e}."
 _ROUTER_BIAS = "layers.{l}.mlp.router.bias"
 _OWN: Mapping[tuple[str, str], Spelling] = {
+    ("dbrx", "layers.{l}.mlp.experts.{e}.{gate|up}.weight"): _DBRX + "{w1|v1}.weight",
+    ("dbrx", "layers.{l}.mlp.experts.{e}.down.weight"): _DBRX + "w2.weight",
     ("exaone_moe", _ROUTER_BIAS): _L + "mlp.gate.e_score_correction_bias",
     ("laguna", _ROUTER_BIAS): _L + "mlp.gate.e_score_correction_bias",
     ("laguna", "layers.{l}.mlp.router.weight"): _L + "mlp.gate.proj.weight",

@@ -45,6 +45,7 @@ KEYS: Mapping[str, DropoutKeys] = {
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text"), DropoutKeys("")),
     **dict.fromkeys(("falcon_mamba", "lfm2", "lfm2_moe", "mamba", "mamba2"), DropoutKeys("")),
     "ctrl": DropoutKeys("", "resid_pdrop", "embd_pdrop", usual_hidden=0.1),
+    "dbrx": DropoutKeys("attn_pdrop", "resid_pdrop", "emb_pdrop"),
     "gpt_neo": DropoutKeys("attention_dropout", "resid_dropout", "embed_dropout"),
     "gpt_neox_japanese": DropoutKeys("attention_dropout", "hidden_dropout", usual_attention=0.1),
     "mpt": DropoutKeys("attn_pdrop", "resid_pdrop", "emb_pdrop"),
