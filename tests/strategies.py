@@ -467,7 +467,7 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             "attention.kv_heads": kv_heads,
             "attention.head_dim": 2 * draw(st.integers(1, 2)),
             "mlp.ffn": tp * draw(st.integers(1, 4)),
-            "vocab": draw(st.integers(3 if family == "molmo2_text" else 1, 40)),
+            "vocab": draw(st.integers(1 + own_fields(family).get("head.unpredicted", 0), 40)),
             "max_positions": draw(st.integers(1, 9)),
             "norm.epsilon": 1e-5,
             "positions.theta": 10000.0,

@@ -261,6 +261,7 @@ WAYS: Mapping[str, Way] = {
     "experts": Way("{e}.{gate|up}", **EXPERTS),
     "fused experts": Way(Fused("{e}.fc1"), **EXPERTS),
     "stacked": Way(Stacked("fc1"), **EXPERTS),
+    "stacked as rows": Way(Stacked("fc1", "local_experts*2*moe_ffn hidden"), **EXPERTS),
     "stacked transposed": Way(StackedTransposed("fc1", "local_experts hidden 2*moe_ffn"), **EXPERTS),
 }  # fmt: skip
 
