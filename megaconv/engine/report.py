@@ -14,7 +14,7 @@ from megaconv.engine.plan import OutputPlan
 from megaconv.engine.record import RECORD_NAME
 from megaconv.engine.source_check import SourceCheck
 from megaconv.model.ir import Header
-from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.code_tensors import Rounding
 
 LEFT_OUT = "optimizer state was left out: only weights are converted"
 BESIDE = (

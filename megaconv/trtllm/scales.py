@@ -23,8 +23,9 @@ from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import FP8
 from megaconv.values.calibration import INPUT_AMAX, Calibration
 from megaconv.values.cast import CastTensor
+from megaconv.values.code_tensors import READ_AS
 from megaconv.values.forms import Constant, Form, Scaling
-from megaconv.values.fp8_blocks import LARGEST, READ_AS
+from megaconv.values.fp8_blocks import LARGEST
 from megaconv.values.quantizing import SCALE
 from megaconv.values.scaled import ScaledTensor
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from formats.tensor import Box, Bytes, Shape
 from megaconv.options import QUANTIZATIONS
+from megaconv.values.code_tensors import Unread
 
 if TYPE_CHECKING:
     from formats.lazy_numpy import Floats
@@ -18,7 +19,7 @@ AFFINE = {f"affine-{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
 
 
 @dataclass(frozen=True, eq=False)
-class Constant:
+class Constant(Unread):
     """A small tensor whose content is known before the conversion, such as a scale of activations."""
 
     content: "Bytes"
@@ -29,11 +30,6 @@ class Constant:
     def read_into(self, box: Box, out: Bytes) -> None:
         itemsize = self.content.shape[1]
         out[:] = self.content[box.row0 : box.row1, :itemsize]
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
-        self.read_into(box, out)
-        return out[:0]
 
 
 class Step(NamedTuple):

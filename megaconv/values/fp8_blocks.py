@@ -8,50 +8,22 @@ inference/kernel.py of DeepSeek-V3.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import sqrt
 from threading import Lock
 from typing import Any, Protocol
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.errors import NotExpressible
-from megaconv.model.assembled import window
-from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
+from megaconv.values.code_tensors import AT_ONCE, Codes, Quantized, Rounding, Unread
+from megaconv.values.scaled import read_floats
 
 BLOCK = 128
 """Rows and columns that share a scale."""
 SCALES = "_scale_inv"
 """The suffix of the scales' name after the weight's name."""
-READ_AS = "bfloat16"
-"""The dtype that a reader dequantizes such a weight to by default."""
 LARGEST = 448.0
-AT_ONCE = 1 << 17
-"""Elements per step of arithmetic: intermediate results then stay small."""
-
-
-@dataclass
-class Rounding:
-    """The rounding error of all values that were read so far. Any thread may add to it."""
-
-    largest: float = 0.0
-    squares: float = 0.0
-    count: int = 0
-    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
-
-    def add(self, errors: Floats) -> None:
-        largest = float(np.abs(errors).max(initial=0))
-        squares = float(np.square(errors, dtype=np.float64).sum())
-        with self._lock:
-            self.largest, self.squares = max(self.largest, largest), self.squares + squares
-            self.count += errors.size
-
-    @property
-    def rms(self) -> float:
-        return sqrt(self.squares / self.count) if self.count else 0.0
-
-    def to_json(self) -> dict[str, float]:
-        return {"weights": self.count, "largest_error": self.largest, "rms_error": self.rms}
+"""The largest number of float8_e4m3fn."""
 
 
 @dataclass(frozen=True)
@@ -115,41 +87,32 @@ class ScaledMatrix(Protocol):
 
 
 @dataclass(frozen=True)
-class Fp8Values:
+class Fp8Values(Codes):
     """The values of a matrix, each divided by its scale."""
 
     blocks: ScaledMatrix
     errors: Rounding
     dtype: str = "float8_e4m3fn"
+    bits: int = 8
+    group: int = 1
+
+    @property
+    def source(self) -> LazyTensor:
+        return self.blocks.source
 
     @property
     def shape(self) -> Shape:
-        return self.blocks.source.shape
+        return self.source.shape
 
-    @property
-    def read(self) -> TensorInfo:
-        """Shape and dtype of the tensor after dequantization."""
-        return TensorInfo(self.shape, READ_AS)
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        self.read_both(box, out)
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
-        itemsize = ITEMSIZE[READ_AS]
-        read = np.empty((box.rows, box.cols * itemsize), np.uint8)
-        for part in box_blocks(box, self.dtype, AT_ONCE):
-            numbers, scales = self.blocks.read(part), self.blocks.scales_of(part)
-            codes = e4m3(numbers / scales)
-            values = e4m3_values(codes) * scales
-            self.errors.add(values - numbers)
-            np.copyto(window(out, box, part, 1), codes)
-            np.copyto(window(read, box, part, itemsize), rounding.rounded(values, READ_AS))
-        return read
+    def quantized(self, box: Box) -> Quantized:
+        numbers, scales = self.blocks.read(box), self.blocks.scales_of(box)
+        codes = e4m3(numbers / scales)
+        values = e4m3_values(codes) * scales
+        return Quantized(codes, values, values - numbers)
 
 
 @dataclass(frozen=True)
-class Fp8Scales:
+class Fp8Scales(Unread):
     """The scales of a matrix, as a tensor."""
 
     blocks: Blocks
@@ -162,29 +125,6 @@ class Fp8Scales:
     def read_into(self, box: Box, out: Bytes) -> None:
         part = np.ascontiguousarray(self.blocks.scales[box.row0 : box.row1, box.col0 : box.col1])
         np.copyto(out, part.view(np.uint8))
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
-        self.read_into(box, out)
-        return out[:0]
-
-
-def read_floats(tensor: LazyTensor, box: Box) -> Floats:
-    """The numbers of a rectangle: float32 [rows, cols]."""
-    stored = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
-    tensor.read_into(box, stored)
-    numbers = rounding.exact(stored.reshape(-1), tensor.dtype).astype(np.float32)
-    return numbers.reshape(box.rows, box.cols)
-
-
-def largest_of_groups(numbers: Floats) -> Floats:
-    """The largest magnitude of each group: [..., size] -> [..., 1]. size: a power of two. NaN counts as the largest."""
-    found = np.abs(numbers)
-    # Halves of all groups at once are compared much faster than the few elements of each group.
-    while found.shape[-1] > 1:
-        half = found.shape[-1] // 2
-        found = np.maximum(found[..., :half], found[..., half:])
-    return found
 
 
 def grid(shape: Shape) -> tuple[int, int]:

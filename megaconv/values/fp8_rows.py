@@ -13,7 +13,9 @@ from threading import Lock
 from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
 from megaconv.errors import NotExpressible
-from megaconv.values.fp8_blocks import AT_ONCE, LARGEST, read_floats
+from megaconv.values.code_tensors import AT_ONCE, Unread
+from megaconv.values.fp8_blocks import LARGEST
+from megaconv.values.scaled import read_floats
 
 SCALES = "_scale"
 """The suffix of the scales' name after the weight's name."""
@@ -62,7 +64,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class RowScales:
+class RowScales(Unread):
     """The scales of a matrix, as a tensor [rows]."""
 
     rows: Rows
@@ -75,11 +77,6 @@ class RowScales:
     def read_into(self, box: Box, out: Bytes) -> None:
         part = np.ascontiguousarray(self.rows.scales_of(box))
         np.copyto(out, part.view(np.uint8))
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
-        self.read_into(box, out)
-        return out[:0]
 
 
 def scales_shape(shape: Shape) -> Shape:

@@ -18,10 +18,11 @@ from formats.gguf import BLOCK_TYPES
 from formats.lazy_numpy import Floats, np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
 from megaconv.model.assembled import window
-from megaconv.values.fp8_blocks import AT_ONCE, read_floats
+from megaconv.values.code_tensors import AT_ONCE
 from megaconv.values.ggml_quantizers import QUANTIZERS
 from megaconv.values.ggml_weighted import WEIGHTED
 from megaconv.values.rounding import rounded
+from megaconv.values.scaled import read_floats
 
 _HALF = 2
 """Bytes of a float16."""

@@ -12,13 +12,12 @@ calculate_qparams, quantize and pack_to_int32 of compressed-tensors 0.20.
 from dataclasses import dataclass
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
 from megaconv.errors import NotExpressible
-from megaconv.model.assembled import window
-from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
-from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, largest_of_groups, read_floats
+from megaconv.values.code_tensors import Codes, Quantized, Rounding, Scales, largest_of_groups
 from megaconv.values.integer_grids import scales_of_grids
+from megaconv.values.scaled import read_floats
 from megaconv.values.smoothed import round_to
 
 _EPSILONS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
@@ -92,7 +91,7 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class PackedCodes:
+class PackedCodes(Codes):
     """The codes as a tensor of words [rows, cols / codes of a word]."""
 
     groups: Groups
@@ -100,60 +99,43 @@ class PackedCodes:
     dtype: str = "int32"
 
     @property
-    def shape(self) -> Shape:
-        rows, cols = matrix_shape(self.groups.source.shape)
-        return rows, cols // self.groups.per_word
+    def source(self) -> LazyTensor:
+        return self.groups.source
 
     @property
-    def read(self) -> TensorInfo:
-        """Shape and dtype of the tensor after dequantization."""
-        return TensorInfo(self.groups.source.shape, READ_AS)
+    def bits(self) -> int:
+        return self.groups.bits
 
-    def read_into(self, box: Box, out: Bytes) -> None:
-        self.read_both(box, out)
+    @property
+    def group(self) -> int:
+        return self.groups.size
 
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
-        itemsize, per_word = ITEMSIZE[READ_AS], self.groups.per_word
-        read = np.empty((box.rows, box.cols * per_word * itemsize), np.uint8)
-        for part, whole in self._parts(box):
-            numbers, scales = self.groups.numbers_and_scales(whole)
-            codes = self.groups.codes(numbers, scales)
-            self.errors.add(self.groups.values(codes, scales) - numbers)
-            words = self._words(codes.reshape(whole.rows, -1))
-            first = part.col0 - whole.col0 // per_word
-            last = first + part.cols
-            place = window(out, box, part, _WORD_BYTES)
-            np.copyto(place, words[:, first * _WORD_BYTES : last * _WORD_BYTES])
-            # A reader rounds the product once, to its own dtype.
-            products = (codes.view(np.int8) * scales).reshape(whole.rows, -1)
-            wanted = np.ascontiguousarray(products[:, first * per_word : last * per_word])
-            place = window(read, box, part, per_word * itemsize)
-            np.copyto(place, rounding.rounded(wanted, READ_AS))
-        return read
+    @property
+    def shape(self) -> Shape:
+        rows, cols = matrix_shape(self.source.shape)
+        return rows, cols // self.groups.per_word
+
+    def quantized(self, box: Box) -> Quantized:
+        numbers, scales = self.groups.numbers_and_scales(box)
+        codes = self.groups.codes(numbers, scales)
+        errors = self.groups.values(codes, scales) - numbers
+        # A reader rounds the product once, to its own dtype.
+        values = codes.view(np.int8) * scales
+        words = self._words(codes.reshape(box.rows, -1))
+        return Quantized(words, values.reshape(box.rows, -1), errors)
 
     def _words(self, codes: Bytes) -> Bytes:
         """Codes of int8, one per byte -> the bytes of words."""
         stored = codes + np.uint8(self.groups.half)
-        if self.groups.bits == 8:
+        if self.bits == 8:
             return stored
         # The codes of a row are 0 to 15 now: each two fill a byte, and the bytes of a word follow in order.
         low, high = stored[:, 0::2], stored[:, 1::2] << np.uint8(4)
         return low | high
 
-    def _parts(self, box: Box) -> "list[tuple[Box, Box]]":
-        """Blocks of a rectangle of words, each with the rectangle of elements that holds their groups."""
-        per_word, size = self.groups.per_word, self.groups.size
-        found = []
-        for part in box_blocks(box, self.dtype, AT_ONCE // per_word * _WORD_BYTES):
-            first = part.col0 * per_word // size * size
-            last = -(-part.col1 * per_word // size) * size
-            found.append((part, Box(part.row0, part.row1, first, last)))
-        return found
-
 
 @dataclass(frozen=True)
-class PackedScales:
+class PackedScales(Scales):
     """The scales as a tensor [rows, cols / size of a group], in the dtype of the weight."""
 
     groups: Groups
@@ -163,19 +145,14 @@ class PackedScales:
         return self.groups.scale_dtype
 
     @property
+    def group(self) -> int:
+        return self.groups.size
+
+    @property
     def shape(self) -> Shape:
         rows, cols = matrix_shape(self.groups.source.shape)
-        return rows, cols // self.groups.size
+        return rows, cols // self.group
 
-    def read_into(self, box: Box, out: Bytes) -> None:
-        itemsize, size = ITEMSIZE[self.dtype], self.groups.size
-        for part in box_blocks(box, self.dtype, AT_ONCE // size * itemsize):
-            whole = Box(part.row0, part.row1, part.col0 * size, part.col1 * size)
-            _, scales = self.groups.numbers_and_scales(whole)
-            numbers = np.ascontiguousarray(scales[:, :, 0])
-            np.copyto(window(out, box, part, itemsize), rounding.rounded(numbers, self.dtype))
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
-        self.read_into(box, out)
-        return out[:0]
+    def scales(self, box: Box) -> Bytes:
+        _, scales = self.groups.numbers_and_scales(box)
+        return rounding.rounded(np.ascontiguousarray(scales[:, :, 0]), self.dtype)

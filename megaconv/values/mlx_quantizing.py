@@ -9,7 +9,6 @@ All of this is computed in float32. Scale and bias are then rounded to the dtype
 inverse. Some norms are stored with 1 added, which is rounded too. Source: mlx 0.32, mlx.core.quantize.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from formats.lazy_numpy import Floats, np
@@ -17,13 +16,12 @@ from formats.tensor import ITEMSIZE, Box, Bytes, ComputedTensor, LazyTensor, Sha
 from megaconv.errors import NotExpressible
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
-from megaconv.values.fp8_blocks import AT_ONCE, Rounding, read_floats
+from megaconv.values.code_tensors import Codes, Quantized, Rounding, Scales
 from megaconv.values.mlx_groups import WORD_BITS
-from megaconv.values.scaled import read_bytes
+from megaconv.values.scaled import read_bytes, read_floats
 from megaconv.values.shifted import add
 
 _LEAST_SCALE = 1e-7
-_WORD_BYTES = WORD_BITS // 8
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,9 @@ class AffineGroups:
         *outer, cols = self.source.shape
         return (*outer, cols // self.size * per_group)
 
-    def parts(self, box: Box) -> "Iterator[Box]":
-        """Yield ranges of a rectangle's rows, each as a rectangle of all groups of its rows."""
-        cols = self.source.shape[-1]
-        step = max(1, AT_ONCE // cols)
-        for row in range(box.row0, box.row1, step):
-            yield Box(row, min(row + step, box.row1), 0, cols // self.size)
-
-    def numbers(self, groups: Box) -> Floats:
-        """The numbers [rows, groups, size] of a rectangle of groups."""
-        box = Box(groups.row0, groups.row1, groups.col0 * self.size, groups.col1 * self.size)
-        return read_floats(self.source, box).reshape(box.rows, groups.cols, self.size)
+    def numbers(self, box: Box) -> Floats:
+        """The numbers [rows, groups, size] of a rectangle of whole groups."""
+        return read_floats(self.source, box).reshape(box.rows, -1, self.size)
 
     def scales_and_biases(self, numbers: Floats) -> tuple[Floats, Floats]:
         """(scales, biases) [rows, groups, 1] of numbers, before they are rounded.
@@ -99,7 +89,7 @@ class AffineGroups:
 
 
 @dataclass(frozen=True)
-class AffineCodes:
+class AffineCodes(Codes):
     """The codes as a tensor of words [..., cols * bits / 32]."""
 
     groups: AffineGroups
@@ -109,62 +99,56 @@ class AffineCodes:
     """A block of the engine has whole rows, because a word may hold a part of a code."""
 
     @property
+    def source(self) -> LazyTensor:
+        return self.groups.source
+
+    @property
+    def bits(self) -> int:
+        return self.groups.bits
+
+    @property
+    def group(self) -> int:
+        return self.groups.size
+
+    @property
     def shape(self) -> Shape:
-        return self.groups.columns(self.groups.size * self.groups.bits // WORD_BITS)
+        return self.groups.columns(self.group * self.bits // WORD_BITS)
 
     @property
     def read(self) -> TensorInfo:
-        """Shape and dtype of the tensor after dequantization."""
-        return TensorInfo(self.groups.source.shape, self.groups.dtype)
+        return TensorInfo(self.source.shape, self.source.dtype)
 
-    def read_into(self, box: Box, out: Bytes) -> None:
-        self.read_both(box, out)
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Read the words of a rectangle. Returns the dequantized bytes of its rows, from which fingerprints are computed."""
-        cols, dtype = self.groups.source.shape[-1], self.groups.dtype
-        read = np.empty((box.rows, cols * ITEMSIZE[dtype]), np.uint8)
-        for part in self.groups.parts(box):
-            numbers = self.groups.numbers(part)
-            scales, biases = self.groups.scales_and_biases(numbers)
-            codes = self.groups.codes(numbers, scales, biases)
-            values = self.groups.values(codes, scales, biases)
-            self.errors.add(values - numbers)
-            rows = slice(part.row0 - box.row0, part.row1 - box.row0)
-            words = packed(codes.reshape(part.rows, -1), self.groups.bits)
-            np.copyto(out[rows], words[:, box.col0 * _WORD_BYTES : box.col1 * _WORD_BYTES])
-            np.copyto(read[rows], rounding.rounded(values.reshape(part.rows, cols), dtype))
-        return read
+    def quantized(self, box: Box) -> Quantized:
+        numbers = self.groups.numbers(box)
+        scales, biases = self.groups.scales_and_biases(numbers)
+        codes = self.groups.codes(numbers, scales, biases)
+        values = self.groups.values(codes, scales, biases)
+        words = packed(codes.reshape(box.rows, -1), self.bits)
+        return Quantized(words, values.reshape(box.rows, -1), values - numbers)
 
 
 @dataclass(frozen=True)
-class AffineScales:
+class AffineScales(Scales):
     """The scales or the biases as a tensor [..., cols / size of a group]."""
 
     groups: AffineGroups
     of_biases: bool
-    whole_rows: bool = True
 
     @property
     def dtype(self) -> str:
         return self.groups.dtype
 
     @property
+    def group(self) -> int:
+        return self.groups.size
+
+    @property
     def shape(self) -> Shape:
         return self.groups.columns(1)
 
-    def read_into(self, box: Box, out: Bytes) -> None:
-        self.read_both(box, out)
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Read the scales or biases of a rectangle. Returns no bytes: a reader of the output gets no such tensor."""
-        itemsize = ITEMSIZE[self.dtype]
-        for part in self.groups.parts(box):
-            found = self.groups.scales_and_biases(self.groups.numbers(part))[self.of_biases]
-            stored = rounding.rounded(np.ascontiguousarray(found[:, :, 0]), self.dtype)
-            place = out[part.row0 - box.row0 : part.row1 - box.row0]
-            np.copyto(place, stored[:, box.col0 * itemsize : box.col1 * itemsize])
-        return out[:0]
+    def scales(self, box: Box) -> Bytes:
+        both = self.groups.scales_and_biases(self.groups.numbers(box))
+        return rounding.rounded(np.ascontiguousarray(both[self.of_biases][:, :, 0]), self.dtype)
 
 
 @dataclass(frozen=True)

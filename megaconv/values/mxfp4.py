@@ -12,23 +12,12 @@ exponent and larger codes, and every product is exact in bfloat16. `four_bits.py
 from dataclasses import dataclass
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import (
-    ITEMSIZE,
-    Box,
-    Bytes,
-    LazyTensor,
-    Shape,
-    box_blocks,
-    matrix_shape,
-    reshaped,
-)
+from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape, reshaped
 from megaconv.errors import NotExpressible
-from megaconv.model.assembled import window
-from megaconv.model.ir import TensorInfo
-from megaconv.values import rounding
+from megaconv.values.code_tensors import Codes, Quantized, Rounding, Scales, largest_of_groups
 from megaconv.values.four_bits import MXFP4_GROUP, fp4_pairs, powers
-from megaconv.values.fp8_blocks import AT_ONCE, READ_AS, Rounding, largest_of_groups, read_floats
 from megaconv.values.nvfp4 import e2m1
+from megaconv.values.scaled import read_floats
 
 BLOCK_BYTES = MXFP4_GROUP // 2
 """Bytes of the codes of a block."""
@@ -74,72 +63,47 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Mxfp4Codes:
+class Mxfp4Codes(Codes):
     """The codes as a tensor [rows, cols / 32, 16], two codes in each byte."""
 
     blocks: Blocks
     errors: Rounding
     dtype: str = "uint8"
+    bits: int = 4
+    group: int = MXFP4_GROUP
+
+    @property
+    def source(self) -> LazyTensor:
+        return self.blocks.source
 
     @property
     def shape(self) -> Shape:
         return (*self.blocks.shape, BLOCK_BYTES)
 
-    @property
-    def read(self) -> TensorInfo:
-        """Shape and dtype of the tensor after dequantization."""
-        return TensorInfo(self.blocks.source.shape, READ_AS)
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        self.read_both(box, out)
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
-        pair_bytes = 2 * ITEMSIZE[READ_AS]
-        read = np.empty((box.rows, box.cols * pair_bytes), np.uint8)
-        for part in _parts(box):
-            numbers = self.blocks.numbers(part.row0, part.row1)
-            exponents = self.blocks.exponents(numbers)
-            packed = _packed(numbers, exponents)
-            values = _values(packed, exponents)
-            self.errors.add(values - numbers)
-            np.copyto(window(out, box, part, 1), packed[:, part.col0 : part.col1])
-            wanted = np.ascontiguousarray(values[:, 2 * part.col0 : 2 * part.col1])
-            np.copyto(window(read, box, part, pair_bytes), rounding.rounded(wanted, READ_AS))
-        return read
+    def quantized(self, box: Box) -> Quantized:
+        # A row of codes is a block.
+        numbers = self.blocks.numbers(box.row0, box.row1)
+        exponents = self.blocks.exponents(numbers)
+        codes = _packed(numbers, exponents)
+        values = _values(codes, exponents)
+        return Quantized(codes, values, values - numbers)
 
 
 @dataclass(frozen=True)
-class Mxfp4Exponents:
+class Mxfp4Exponents(Scales):
     """The exponents as a tensor [rows, cols / 32]."""
 
     blocks: Blocks
     dtype: str = "uint8"
+    group: int = MXFP4_GROUP
 
     @property
     def shape(self) -> Shape:
         return self.blocks.shape
 
-    def read_into(self, box: Box, out: Bytes) -> None:
-        for part in box_blocks(box, self.dtype, AT_ONCE // MXFP4_GROUP):
-            columns = Box(part.row0, part.row1, part.col0 * MXFP4_GROUP, part.col1 * MXFP4_GROUP)
-            numbers = read_floats(self.blocks.source, columns).reshape(-1, MXFP4_GROUP)
-            exponents = self.blocks.exponents(numbers).reshape(part.rows, part.cols)
-            np.copyto(window(out, box, part, 1), exponents)
-
-    def read_both(self, box: Box, out: Bytes) -> Bytes:
-        """Like read_into. Returns no bytes: a reader of the output gets no such tensor."""
-        self.read_into(box, out)
-        return out[:0]
-
-
-def _parts(box: Box) -> "list[Box]":
-    """Ranges of whole lines of a rectangle. A line has the 16 bytes of a block."""
-    step = AT_ONCE // MXFP4_GROUP
-    return [
-        Box(first, min(first + step, box.row1), box.col0, box.col1)
-        for first in range(box.row0, box.row1, step)
-    ]
+    def scales(self, box: Box) -> Bytes:
+        numbers = read_floats(self.blocks.source, box).reshape(-1, MXFP4_GROUP)
+        return self.blocks.exponents(numbers).reshape(box.rows, -1)
 
 
 def _packed(numbers: Floats, exponents: Bytes) -> Bytes:

@@ -15,7 +15,7 @@
 A shared scale (`x_scale_2`, and the scale of fp8) is stored with one of the weights that a file fuses.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from formats.tensor import Box, Bytes, LazyTensor, Shape
@@ -36,26 +36,25 @@ from megaconv.values import fp8_blocks, fp8_rows, grouped_integers, mxfp4, nvfp4
 from megaconv.values.calibrated import (
     ByteCodes,
     Fp8,
-    GroupScales,
     Int4Groups,
+    Int4Scales,
     Int8Rows,
     Matrix,
     NibbleCodes,
-    OneScale,
-    SharedScale,
 )
+from megaconv.values.code_tensors import Rounding
 from megaconv.values.forms import AFFINE, PLUS_ONE, Form
-from megaconv.values.fp8_blocks import Blocks, Fp8Scales, Fp8Values, Rounding
+from megaconv.values.fp8_blocks import LARGEST, Blocks, Fp8Scales, Fp8Values
 from megaconv.values.fp8_rows import Rows, RowScales
 from megaconv.values.mlx_quantizing import AffineCodes, AffineGroups, AffineScales, PlusOne
-from megaconv.values.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joined
+from megaconv.values.nvfp4 import Fp4Scales, Fp4Values, Groups
+from megaconv.values.shared_scale import OneScale, SharedScale
 from megaconv.values.smoothed import SmoothedTensor
 
 SCALE, SCALE_2 = nvfp4.SCALES, nvfp4.SCALE_2
 """The suffixes of the scales' names after the weight's name."""
 BIAS = "_bias"
 """The suffix of the name of MLX's biases."""
-Shared = Joined | SharedScale
 _Made = Iterator[tuple[str, LazyTensor]]
 
 
@@ -66,7 +65,7 @@ class Weight:
     name: str
     tensor: LazyTensor
     form: Form
-    shared: Shared | None
+    shared: SharedScale | None
     errors: Rounding
 
     @property
@@ -81,7 +80,7 @@ def smoothed(tensor: LazyTensor, form: Form) -> LazyTensor:
 
 
 def quantized(
-    key: Key, tensor: LazyTensor, form: Form, shared: Shared | None, errors: Rounding
+    key: Key, tensor: LazyTensor, form: Form, shared: SharedScale | None, errors: Rounding
 ) -> Iterator[tuple[Key, LazyTensor]]:
     """Yield the tensors that a weight becomes, its own key first."""
     weight = Weight(str(key), tensor, form, shared, errors)
@@ -91,7 +90,7 @@ def quantized(
 
 def shared_scales(
     tensors: Iterable[tuple[Key, LazyTensor]], forms: Mapping[Key, Form]
-) -> dict[str, Shared]:
+) -> dict[str, SharedScale]:
     """The scales that several weights share, by the name in their forms."""
     members: dict[str, list[tuple[str, LazyTensor]]] = {}
     kinds: dict[str, str] = {}
@@ -100,10 +99,11 @@ def shared_scales(
         if form is not None and form.joined:
             members.setdefault(form.joined, []).append((str(key), smoothed(tensor, form)))
             kinds[form.joined] = form.kind
-    return {
-        name: Joined(found) if kinds[name] == NVFP4 else SharedScale(found)
-        for name, found in members.items()
-    }
+    return {name: _shared_scale(kinds[name], found) for name, found in members.items()}
+
+
+def _shared_scale(kind: str, members: Sequence[tuple[str, LazyTensor]]) -> SharedScale:
+    return nvfp4.shared_scale(members) if kind == NVFP4 else SharedScale(members, LARGEST, "FP8")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Described:
 
 def quantized_infos(key: Key, info: TensorInfo, form: Form) -> dict[Key, TensorInfo]:
     """Shape and dtype of the tensors that a weight becomes."""
-    nothing: Shared = Joined(()) if form.kind == NVFP4 else SharedScale(())
+    nothing = _shared_scale(form.kind, ())
     described = Described(tuple(info.shape), info.dtype)
     made = quantized(key, described, form, nothing, Rounding())
     return {name: TensorInfo(tuple(each.shape), each.dtype) for name, each in made}
@@ -138,12 +138,12 @@ def _fp8_per_channel(weight: Weight) -> _Made:
 
 
 def _nvfp4(weight: Weight) -> _Made:
-    assert isinstance(weight.shared, Joined)
+    assert weight.shared is not None
     groups = Groups(weight.tensor, weight.shared)
     yield "", Fp4Values(groups, weight.errors)
     yield SCALE, Fp4Scales(groups)
     if weight.form.brings_scale_2:
-        yield SCALE_2, Fp4Scale2(weight.shared)
+        yield SCALE_2, OneScale(weight.shared)
 
 
 def _mxfp4(weight: Weight) -> _Made:
@@ -160,7 +160,7 @@ def _packed(weight: Weight) -> _Made:
 
 
 def _fp8(weight: Weight) -> _Made:
-    assert isinstance(weight.shared, SharedScale)
+    assert weight.shared is not None
     rounds = weight.form.scaling.rounds_quotients
     quantizer = Fp8(weight.shared, weight.tensor.dtype if rounds else "float32")
     yield "", ByteCodes(Matrix(weight.tensor, weight.tensor, quantizer, None), weight.errors)
@@ -181,11 +181,11 @@ def _int4_awq(weight: Weight) -> _Made:
     pre_quant = weight.form.scaling.pre_quant
     matrix = Matrix(weight.tensor, weight.smoothed, quantizer, pre_quant)
     yield "", NibbleCodes(matrix, weight.errors)
-    yield SCALE, GroupScales(weight.smoothed, quantizer)
+    yield SCALE, Int4Scales(weight.smoothed, quantizer)
 
 
 def _w4a8_awq(weight: Weight) -> _Made:
-    assert isinstance(weight.shared, SharedScale)
+    assert weight.shared is not None
     yield from _int4_awq(weight)
     if weight.form.brings_scale_2:
         yield SCALE_2, OneScale(weight.shared)

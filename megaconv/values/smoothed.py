@@ -10,8 +10,9 @@ from formats.lazy_numpy import Floats, np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, box_blocks
 from megaconv.model.assembled import window
 from megaconv.values import rounding
+from megaconv.values.code_tensors import AT_ONCE
 from megaconv.values.forms import Step
-from megaconv.values.fp8_blocks import AT_ONCE, read_floats
+from megaconv.values.scaled import read_floats
 
 
 @dataclass(frozen=True, eq=False)

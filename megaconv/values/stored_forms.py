@@ -13,11 +13,12 @@ from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.values import rounding
 from megaconv.values.cast import CastTensor
+from megaconv.values.code_tensors import READ_AS, Rounding
 from megaconv.values.forms import FOLDED, LEFT_OUT, Form
-from megaconv.values.fp8_blocks import READ_AS, Rounding
 from megaconv.values.ggml_blocks import BlockTensor, WeightedBlockTensor, blocks_shape
 from megaconv.values.ggml_weighted import WEIGHTED
-from megaconv.values.quantizing import Shared, quantized, quantized_infos, shared_scales
+from megaconv.values.quantizing import quantized, quantized_infos, shared_scales
+from megaconv.values.shared_scale import SharedScale
 from megaconv.values.smoothed import FoldedTensor
 
 
@@ -92,7 +93,7 @@ class StoredSource:
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         tensors: Iterable[tuple[Key, LazyTensor]] = self.source.tensors()
-        shared: Mapping[str, Shared] = {}
+        shared: Mapping[str, SharedScale] = {}
         if any(form.joined for form in self.forms.values()):
             tensors = list(tensors)
             shared = shared_scales(tensors, self.forms)

@@ -13,8 +13,9 @@ import megaconv
 from megaconv.engine.preparation import Report
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch, UsageError
-from megaconv.values.calibrated import Fp8, Int4Groups, Matrix, NibbleCodes, SharedScale
-from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.calibrated import Fp8, Int4Groups, Matrix, NibbleCodes
+from megaconv.values.code_tensors import Rounding
+from megaconv.values.shared_scale import SharedScale
 from tests.calibrations import measured, write_statistics
 from tests.families.test_families import write_model
 from tests.models import write_llama
@@ -303,7 +304,7 @@ def test_a_statistic_that_is_missing_or_impossible_is_named(
 
 def test_values_that_are_not_finite_are_refused_by_name() -> None:
     broken = as_lazy(torch.full((2, 128), float("inf")).bfloat16())
-    quantizers = (Fp8(SharedScale([("x", broken)]), "bfloat16"), Int4Groups("x"))
+    quantizers = (Fp8(SharedScale([("x", broken)], 448.0, "FP8"), "bfloat16"), Int4Groups("x"))
     for quantizer in quantizers:
         matrix = Matrix(broken, broken, quantizer, None)
         with pytest.raises(NotExpressible, match="x: holds values that are not finite"):

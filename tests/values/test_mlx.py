@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from formats import safetensors
 from formats.tensor import Box, LazyTensor, read_tensor
 from megaconv.errors import NotExpressible
-from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.code_tensors import Rounding
 from megaconv.values.mlx_groups import GroupedTensor, Grouping, unpacked
 from megaconv.values.mlx_quantizing import AffineCodes, AffineGroups, AffineScales, packed
 from tests.conftest import FIXTURES

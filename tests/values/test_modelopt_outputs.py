@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 import megaconv
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible
-from megaconv.values.fp8_blocks import Fp8Values, Rounding
+from megaconv.values.code_tensors import Rounding
+from megaconv.values.fp8_blocks import Fp8Values
 from megaconv.values.fp8_rows import Rows, RowScales
 from tests.families.test_families import write_model
 from tests.models import write_llama

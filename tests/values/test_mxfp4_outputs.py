@@ -17,8 +17,8 @@ from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.input import find_input
 from megaconv.options import ConvertOptions, SaveOptions
+from megaconv.values.code_tensors import Rounding
 from megaconv.values.four_bits import Mxfp4Tensor
-from megaconv.values.fp8_blocks import Rounding
 from megaconv.values.mxfp4 import Blocks, Mxfp4Codes, Mxfp4Exponents
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model

@@ -12,8 +12,9 @@ import megaconv
 from formats.tensor import Box
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible
-from megaconv.values.fp8_blocks import Rounding
-from megaconv.values.nvfp4 import Fp4Scale2, Fp4Scales, Fp4Values, Groups, Joined
+from megaconv.values.code_tensors import Rounding
+from megaconv.values.nvfp4 import Fp4Scales, Fp4Values, Groups, shared_scale
+from megaconv.values.shared_scale import OneScale
 from tests.families.test_families import write_model
 from tests.models import write_llama
 from tests.values.test_nvfp4 import MODULES, STORED
@@ -23,13 +24,13 @@ from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 @pytest.mark.parametrize("module", MODULES)
 def test_every_byte_is_the_one_that_modelopt_makes_of_the_same_weight(module: str) -> None:
     source = as_lazy(STORED[f"{module}.source"])
-    groups = Groups(source, Joined([(module, source)]))
+    groups = Groups(source, shared_scale([(module, source)]))
     values, scales = Fp4Values(groups, Rounding()), Fp4Scales(groups)
     assert_same(as_torch(values), STORED[f"{module}.weight"])
     assert_same(
         as_torch(scales).view(torch.uint8), STORED[f"{module}.weight_scale"].view(torch.uint8)
     )
-    assert_same(as_torch(Fp4Scale2(groups.joined)), STORED[f"{module}.weight_scale_2"])
+    assert_same(as_torch(OneScale(groups.shared)), STORED[f"{module}.weight_scale_2"])
     assert_same(in_rectangles(values, 5, 7), STORED[f"{module}.weight"])
     assert_same(
         in_rectangles(scales, 3, 2).view(torch.uint8),
@@ -40,7 +41,7 @@ def test_every_byte_is_the_one_that_modelopt_makes_of_the_same_weight(module: st
 @pytest.mark.parametrize("box", [Box(0, 3, 0, 32), Box(1, 2, 5, 30), Box(2, 3, 9, 10)])
 def test_fingerprinted_values_equal_those_that_a_reader_gets_in_any_rectangle(box: Box) -> None:
     source = as_lazy(torch.randn(3, 64, generator=torch.Generator().manual_seed(5)).bfloat16())
-    values = Fp4Values(Groups(source, Joined([("x", source)])), Rounding())
+    values = Fp4Values(Groups(source, shared_scale([("x", source)])), Rounding())
     rows, all_rows = np.empty((box.rows, box.cols), np.uint8), np.empty((3, 32), np.uint8)
     whole = values.read_both(Box(0, 3, 0, 32), all_rows)
     wanted = whole[box.row0 : box.row1, box.col0 * 4 : box.col1 * 4]
@@ -52,7 +53,7 @@ def test_zeros_and_values_that_are_tiny_beside_the_largest_stay_finite() -> None
     weights[0, 0], weights[0, 16], weights[1, 3] = 1e4, 1e-6, -1e-30
     for numbers in (weights, torch.zeros(2, 16)):
         source = as_lazy(numbers)
-        values = Fp4Values(Groups(source, Joined([("x", source)])), Rounding())
+        values = Fp4Values(Groups(source, shared_scale([("x", source)])), Rounding())
         assert as_torch(values).shape == (len(numbers), numbers.shape[1] // 2)
         assert np.isfinite(values.errors.largest)
         assert values.errors.largest <= 1e-6
@@ -64,7 +65,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(value: float) -> None:
     with pytest.raises(
         NotExpressible, match=r"layers\.0\.mlp\.up: holds values that are not finite"
     ):
-        as_torch(Fp4Values(Groups(source, Joined([("layers.0.mlp.up", source)])), Rounding()))
+        as_torch(Fp4Values(Groups(source, shared_scale([("layers.0.mlp.up", source)])), Rounding()))
 
 
 def test_a_model_in_nvfp4_shares_scales_among_what_engines_join_and_is_read_as_its_record_says(

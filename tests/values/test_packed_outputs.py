@@ -14,7 +14,7 @@ import megaconv
 from formats.tensor import Box
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, UsageError
-from megaconv.values.fp8_blocks import Rounding
+from megaconv.values.code_tensors import Rounding
 from megaconv.values.grouped_integers import Groups, PackedCodes, PackedScales
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
