@@ -51,6 +51,11 @@ class Box(NamedTuple):
         return self.col1 - self.col0
 
 
+def whole_groups(box: Box, group: int) -> Box:
+    """The smallest rectangle of whole groups of a row that holds a rectangle."""
+    return box._replace(col0=box.col0 // group * group, col1=-(-box.col1 // group) * group)
+
+
 def matrix_shape(shape: Shape) -> tuple[int, int]:
     """(rows, columns) of a tensor as a matrix: the last axis is the columns, and a vector is one column."""
     if len(shape) == 1:

@@ -1,18 +1,18 @@
 """Hugging Face directories: config.json, tokenizer files and sharded safetensors, ready for from_pretrained."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from formats.output import FileLayout, PlainFile
-from formats.safetensors import SafetensorsLayout, index_json, shard
-from formats.tensor import LazyTensor, Shape, byte_count
+from formats.tensor import LazyTensor, Shape
 from formats.wording import counted
-from megaconv.engine.base_model import BaseModel, CopiedTensors, open_base
+from megaconv.engine.base_model import BaseModel, open_base
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies, small_files
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.output_files import add_weight_files
 from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
     notices,
@@ -83,7 +83,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
         from_base = [*copied, *further]
     ours = [(names[native.name], native.shape, native_dtype(header, native)) for native in natives]
-    file_of = _add_weight_files(files, ours, copied, options.max_shard_bytes)
+    file_of = add_weight_files(files, ours, options.max_shard_bytes, copied=copied)
     placements: dict[Key, list[Placement]] = {}
     for native in natives:
         record = names[native.name]
@@ -152,38 +152,6 @@ def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTe
 
 def _shapes(natives: Sequence[NativeTensor]) -> dict[str, Shape]:
     return {native.name: native.shape for native in natives}
-
-
-def _add_weight_files(
-    files: dict[str, FileLayout],
-    ours: Sequence[tuple[str, Shape, str]],
-    copied: Mapping[str, LazyTensor],
-    max_shard_bytes: int,
-) -> dict[str, str]:
-    """Add all weight files and their index to `files`; copied tensors come last. Returns the file of each tensor."""
-    others = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in copied.items()]
-    written = shard(ours, max_shard_bytes)
-    taken = shard(others, max_shard_bytes) if others else []
-    shards = [*written, *taken]
-    file_of: dict[str, str] = {}
-    for number, members in enumerate(shards, start=1):
-        file = _shard_name(number, len(shards))
-        is_ours = number <= len(written)
-        infos = {name: (shape, dtype) for name, shape, dtype in members}
-        files[file] = (
-            SafetensorsLayout(infos)
-            if is_ours
-            else CopiedTensors({name: copied[name] for name in infos})
-        )
-        file_of |= dict.fromkeys(infos, file)
-    if len(shards) > 1:
-        total = sum(byte_count(shape, dtype) for _, shape, dtype in (*ours, *others))
-        files["model.safetensors.index.json"] = PlainFile(index_json(file_of, total))
-    return file_of
-
-
-def _shard_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _warn_of_missing_mtp(config: ModelConfig) -> None:

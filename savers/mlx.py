@@ -4,8 +4,6 @@ import json
 from typing import Any
 
 from formats.output import FileLayout, PlainFile
-from formats.safetensors import SafetensorsLayout, index_json, shard
-from formats.tensor import Shape, byte_count
 from formats.wording import counted
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sidecars import small_files
@@ -13,6 +11,7 @@ from megaconv.errors import NotExpressible
 from megaconv.families import Family, family
 from megaconv.families.parts.hf_config import as_file
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.output_files import add_weight_files
 from megaconv.mlx.config import completed
 from megaconv.mlx.names import (
     INSIDE,
@@ -76,7 +75,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     ]
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(_config_json(header, options))}
     files |= small_files(header)
-    file_of = _add_weight_files(files, tensors, options.max_shard_bytes)
+    file_of = add_weight_files(files, tensors, options.max_shard_bytes, metadata=_METADATA)
     placements: dict[Key, list[Placement]] = {}
     for native in stored:
         record = prefix + native.name
@@ -97,24 +96,6 @@ def _config_json(header: Header, options: SaveOptions) -> bytes:
     if affine is not None:
         raw |= dict.fromkeys(KEYS, affine.settings)
     return as_file(raw)
-
-
-def _add_weight_files(
-    files: dict[str, FileLayout], tensors: list[tuple[str, Shape, str]], max_shard_bytes: int
-) -> dict[str, str]:
-    """Add all weight files and their index to `files`. Returns the file of each tensor."""
-    shards = shard(tensors, max_shard_bytes)
-    file_of: dict[str, str] = {}
-    for number, members in enumerate(shards, start=1):
-        is_only = len(shards) == 1
-        file = "model" if is_only else f"model-{number:05d}-of-{len(shards):05d}"
-        infos = {name: (shape, dtype) for name, shape, dtype in members}
-        files[f"{file}.safetensors"] = SafetensorsLayout(infos, _METADATA)
-        file_of |= dict.fromkeys(infos, f"{file}.safetensors")
-    if len(shards) > 1:
-        total = sum(byte_count(shape, dtype) for _, shape, dtype in tensors)
-        files["model.safetensors.index.json"] = PlainFile(index_json(file_of, total))
-    return file_of
 
 
 def _notices(header: Header, options: SaveOptions) -> list[str]:

@@ -116,33 +116,28 @@ def _plain(
     where: str,
 ) -> GroupedTensor:
     words, scales = tensors[f"{module}.weight"], tensors[module + _SCALES]
-    is_affine = grouping.mode == AFFINE
-    biases = needed(module + _BIASES, tensors, where) if is_affine else None
+    *rows, groups = grid = _grid(module, words, scales, grouping, where)
+    shape = (*rows, groups * grouping.size)
+    if grouping.mode != AFFINE:
+        return GroupedTensor(words, scales, None, grouping, shape, dtype or "bfloat16")
+    biases = fitting(module + _BIASES, tensors, grid, scales.dtype, where)
+    return GroupedTensor(words, scales, biases, grouping, shape, dtype or scales.dtype)
+
+
+def _grid(
+    module: str, words: LazyTensor, scales: LazyTensor, grouping: Grouping, where: str
+) -> Shape:
+    """The shape of the scales of a weight. Raises TensorMismatch for words or scales that don't fit."""
     *rows, stored = words.shape or (0,)
     columns = stored * WORD_BITS // grouping.bits
     grid = (*rows, columns // grouping.size)
-    is_whole = bool(rows) and grid[-1] * grouping.size == columns
-    if words.dtype != "uint32" or not is_whole or not _has_scales(scales, grid, grouping):
-        raise _misshapen(module, words, scales, grid, grouping, where)
-    if biases is not None:
-        fitting(module + _BIASES, tensors, grid, scales.dtype, where)
-    plain = dtype or (scales.dtype if is_affine else "bfloat16")
-    return GroupedTensor(words, scales, biases, grouping, (*rows, columns), plain)
-
-
-def _misshapen(
-    module: str,
-    words: LazyTensor,
-    scales: LazyTensor,
-    grid: Shape,
-    grouping: Grouping,
-    where: str,
-) -> TensorMismatch:
-    """The error for words and scales that don't fit. grid: the expected shape of the scales."""
+    is_whole = bool(rows) and columns % grouping.size == 0
+    if words.dtype == "uint32" and is_whole and _has_scales(scales, grid, grouping):
+        return grid
     found = f"{list(words.shape)} {words.dtype} with scales {list(scales.shape)} {scales.dtype}"
     numbers = "floats" if grouping.mode == AFFINE else "uint8"
     form = f"{grouping.bits} bits in groups of {grouping.size}"
-    return TensorMismatch(
+    raise TensorMismatch(
         f"{where}: {module}.weight is {found}; expected uint32 with {list(grid)} {numbers}, by {form}",
         code="misshapen-tensor",
     )

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks
+from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, box_blocks, whole_groups
 from megaconv.model.assembled import window
 from megaconv.model.ir import TensorInfo
 from megaconv.values.rounding import rounded
@@ -100,7 +100,7 @@ class Codes(ABC):
     def read_both(self, box: Box, out: Bytes) -> Bytes:
         """Read the stored bytes of a rectangle. Returns the dequantized bytes, from which fingerprints are computed."""
         dtype = self.read.dtype
-        itemsize = ITEMSIZE[dtype]
+        width, itemsize = ITEMSIZE[self.dtype], ITEMSIZE[dtype]
         elements = self._elements(box)
         read = np.empty((elements.rows, elements.cols * itemsize), np.uint8)
         for part in box_blocks(box, self.dtype, AT_ONCE * self.bits // 8 // self.rows_per_row):
@@ -108,10 +108,11 @@ class Codes(ABC):
             whole = whole_groups(wanted, self.group)
             found = self.quantized(whole)
             self.errors.add(found.errors)
-            self._store(found.codes, whole, part, window(out, box, part, ITEMSIZE[self.dtype]))
+            codes = window(found.codes, self._codes(whole), part, width)
+            np.copyto(window(out, box, part, width), codes)
             values = found.values[:, wanted.col0 - whole.col0 : wanted.col1 - whole.col0]
-            place = window(read, elements, wanted, itemsize)
-            np.copyto(place, rounded(np.ascontiguousarray(values), dtype))
+            numbers = rounded(np.ascontiguousarray(values), dtype)
+            np.copyto(window(read, elements, wanted, itemsize), numbers)
         return read
 
     def _elements(self, box: Box) -> Box:
@@ -124,12 +125,15 @@ class Codes(ABC):
             -(-box.col1 * width // self.bits),
         )
 
-    def _store(self, codes: Bytes, whole: Box, part: Box, out: Bytes) -> None:
-        """Copy a part of the codes of whole groups."""
+    def _codes(self, box: Box) -> Box:
+        """The rectangle of codes of whole groups of the matrix."""
         width = 8 * ITEMSIZE[self.dtype]
-        first, last = whole.col0 * self.bits // width, whole.col1 * self.bits // width
-        of_codes = part._replace(col0=first, col1=last)
-        np.copyto(out, window(codes, of_codes, part, ITEMSIZE[self.dtype]))
+        return Box(
+            box.row0 // self.rows_per_row,
+            box.row1 // self.rows_per_row,
+            box.col0 * self.bits // width,
+            box.col1 * self.bits // width,
+        )
 
 
 class Unread(ABC):
@@ -171,11 +175,6 @@ class Scales(Unread):
             first, last = part.col0 * self.group, part.col1 * self.group
             scales = self.scales(part._replace(col0=first, col1=last))
             np.copyto(window(out, box, part, itemsize), scales)
-
-
-def whole_groups(box: Box, group: int) -> Box:
-    """The smallest rectangle of whole groups of a row that holds a rectangle."""
-    return box._replace(col0=box.col0 // group * group, col1=-(-box.col1 // group) * group)
 
 
 def largest_of_groups(numbers: Floats) -> Floats:

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from formats.gguf import BLOCK_TYPES
 from formats.lazy_numpy import Floats, np
-from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape
+from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape, whole_groups
 from megaconv.model.assembled import window
 from megaconv.values.code_tensors import AT_ONCE
 from megaconv.values.ggml_quantizers import QUANTIZERS
 from megaconv.values.ggml_weighted import WEIGHTED
 from megaconv.values.rounding import rounded
-from megaconv.values.scaled import read_floats
+from megaconv.values.scaled import read_bytes, read_floats
 
 _HALF = 2
 """Bytes of a float16."""
@@ -44,12 +44,11 @@ class BlockValues:
     def read_into(self, box: Box, out: Bytes) -> None:
         numbers, nbytes = BLOCK_TYPES[self.kind]
         # The blocks that hold the box's columns may hold further columns.
-        first, last = box.col0 // numbers, -(-box.col1 // numbers)
-        stored_box = Box(box.row0, box.row1, first * nbytes, last * nbytes)
-        stored = np.empty((stored_box.rows, stored_box.cols), np.uint8)
-        self.blocks.read_into(stored_box, stored)
+        whole = whole_groups(box, numbers)
+        first, last = whole.col0 // numbers * nbytes, whole.col1 // numbers * nbytes
+        stored = read_bytes(self.blocks, box._replace(col0=first, col1=last))
         values = values_of(self.kind, stored.reshape(-1, nbytes)).reshape(box.rows, -1)
-        wanted = values[:, box.col0 - first * numbers : box.col1 - first * numbers]
+        wanted = values[:, box.col0 - whole.col0 : box.col1 - whole.col0]
         np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
 
 
@@ -68,12 +67,11 @@ class BlockTensor:
     def read_into(self, box: Box, out: Bytes) -> None:
         numbers, nbytes = BLOCK_TYPES[self.kind]
         for part in box_blocks(box, self.dtype, AT_ONCE):
-            first, last = part.col0 // nbytes, -(-part.col1 // nbytes)
-            wanted = Box(part.row0, part.row1, first * numbers, last * numbers)
-            values = read_floats(self.source, wanted).reshape(-1, numbers)
-            made = QUANTIZERS[self.kind](values).reshape(wanted.rows, -1)
-            columns = made[:, part.col0 - first * nbytes : part.col1 - first * nbytes]
-            np.copyto(window(out, box, part, 1), columns)
+            whole = whole_groups(part, nbytes)
+            first, last = whole.col0 // nbytes * numbers, whole.col1 // nbytes * numbers
+            values = read_floats(self.source, part._replace(col0=first, col1=last))
+            made = QUANTIZERS[self.kind](values.reshape(-1, numbers)).reshape(part.rows, -1)
+            np.copyto(window(out, box, part, 1), window(made, whole, part, 1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ are computed in float32 and then rounded to nearest even, once. Source: mlx 0.32
 from dataclasses import dataclass
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import Box, Bytes, LazyTensor, Part, Shape, announce
+from formats.tensor import Box, Bytes, LazyTensor, Part, Shape, announce, whole_groups
 from megaconv.values.four_bits import fp4_pairs, powers
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import fp8_values, read_bytes, read_floats
@@ -50,21 +50,27 @@ class GroupedTensor:
         announce(self.words, part)
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        bits, size = self.grouping.bits, self.grouping.size
-        first, last = box.col0 // size, -(-box.col1 // size)
-        groups = Box(box.row0, box.row1, first, last)
-        words = Box(
-            box.row0, box.row1, first * size * bits // WORD_BITS, last * size * bits // WORD_BITS
-        )
-        codes = unpacked(read_bytes(self.words, words, itemsize=4), bits)
-        values = self._values(codes).reshape(box.rows, last - first, size)
+        whole = whole_groups(box, self.grouping.size)
+        numbers = self._numbers(whole)[:, box.col0 - whole.col0 : box.col1 - whole.col0]
+        np.copyto(out, rounded(np.ascontiguousarray(numbers), self.dtype))
+
+    def _numbers(self, box: Box) -> Floats:
+        """The numbers [rows, cols] of a rectangle of whole groups, before they are rounded."""
+        size = self.grouping.size
+        groups = box._replace(col0=box.col0 // size, col1=box.col1 // size)
+        values = self._values(self._codes(box)).reshape(box.rows, groups.cols, size)
         with np.errstate(over="ignore", invalid="ignore"):
             values *= self._scales(groups)[:, :, None]
             if self.biases is not None:
                 values += read_floats(self.biases, groups)[:, :, None]
-        start = box.col0 - first * size
-        wanted = values.reshape(box.rows, -1)[:, start : start + box.cols]
-        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+        return values.reshape(box.rows, box.cols)
+
+    def _codes(self, box: Box) -> Bytes:
+        """The codes of a rectangle of whole groups, one per byte."""
+        bits = self.grouping.bits
+        first, last = box.col0 * bits // WORD_BITS, box.col1 * bits // WORD_BITS
+        words = read_bytes(self.words, box._replace(col0=first, col1=last), itemsize=4)
+        return unpacked(words, bits)
 
     def _values(self, codes: Bytes) -> Floats:
         """The numbers that codes stand for, before they are scaled."""
