@@ -52,21 +52,28 @@ def read_header(role: str, channel: str | None, tools: Collection[str]) -> Heade
 
     role: the text before `<|channel|>`. channel: the text behind it, up to the content's type; None without a channel.
     """
-    if channel is None:
-        name, in_channel = "final", []  # a model without channels writes only text
-    else:
-        name, *in_channel = channel.split() or [""]
-    recipients = [word[len(_TO) :] for word in (*role.split(), *in_channel) if word.startswith(_TO)]
-    # Models also leave out `to=`, and leave out the channel before it.
-    recipients += [word for word in (name, *in_channel) if word.startswith(_FUNCTIONS)]
-    authors = [word for word in role.split() if not word.startswith(_TO)]
+    # A model without channels writes only text.
+    name, *in_channel = ["final"] if channel is None else channel.split() or [""]
+    of_role = role.split()
+    authors = [word for word in of_role if not word.startswith(_TO)]
     if authors not in ([], ["assistant"]):
         return Header(Kind.THINKING)
-    recipient = next((each for each in recipients if each not in _NOBODY), None)
+    recipient = _recipient([*of_role, *in_channel], [name, *in_channel])
     if recipient is not None:
         tool = recipient if recipient in tools else recipient.removeprefix(_FUNCTIONS)
         return Header(Kind.CALL, tool) if tool in tools else Header(Kind.THINKING)
     return Header(Kind.TEXT if name in _SHOWN else Kind.THINKING)
+
+
+def _recipient(marked: Sequence[str], bare: Sequence[str]) -> str | None:
+    """Return the tool that a message is for, or None.
+
+    marked: words that may be `to=` and a name. bare: words that may be a function's name alone, since models also leave out
+    `to=`, and the channel before it.
+    """
+    named = [word[len(_TO) :] for word in marked if word.startswith(_TO)]
+    named += [word for word in bare if word.startswith(_FUNCTIONS)]
+    return next((each for each in named if each not in _NOBODY), None)
 
 
 class HarmonyStream:

@@ -77,16 +77,13 @@ class EncoderEmbedder:
         pad = self._tokenizer.pad or 0
         own = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
         rows = [[*self._before, *tokens, *self._behind] for tokens in own]
-        size = len(rows), max(map(len, rows))
-        ids = np.full(size, pad, np.int64)
-        seen = np.zeros(size, np.int64)
-        counted = np.zeros((*size, 1), np.float32)
-        for number, row in enumerate(rows):
-            ids[number, : len(row)] = row
-            seen[number, : len(row)] = 1
-            own_end = len(row) - len(self._behind)
-            counted[number, len(self._before) : own_end] = 1
-        return ids, seen, counted
+        lengths = np.array([len(row) for row in rows])[:, None]
+        places = np.arange(lengths.max())
+        seen = places < lengths
+        is_own = (places >= len(self._before)) & (places < lengths - len(self._behind))
+        ids = np.full(seen.shape, pad, np.int64)
+        ids[seen] = np.concatenate(rows)
+        return ids, seen.astype(np.int64), is_own[:, :, None].astype(np.float32)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer puts before and behind a text."""

@@ -118,16 +118,17 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     # Number of learned tokens before each position.
     before = np.concatenate(([0], np.cumsum(examples.learned)))
     whole = np.asarray((before[kept] > before[starts + 1]).all(1))
-    for pair in np.flatnonzero((kept < ends).any(1)):
-        chosen, rejected = (
-            examples.tokens[first:last]
-            for first, last in zip(starts[pair], kept[pair], strict=True)
-        )
-        whole[pair] &= not np.array_equal(chosen, rejected)
-    dropped = int((~whole).sum())
-    is_cut = (kept < ends)[whole].any(1)
-    cut = int(is_cut.sum())
+    is_cut = np.asarray((kept < ends).any(1))
+    for pair in np.flatnonzero(is_cut):
+        whole[pair] &= _differ(examples, starts[pair], kept[pair])
+    cut, dropped = int(is_cut[whole].sum()), int((~whole).sum())
     return PairPieces(examples, starts[whole].ravel(), kept[whole].ravel(), cut, dropped)
+
+
+def _differ(examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+    """True if what is left of two answers differs."""
+    chosen, rejected = (examples.tokens[start:end] for start, end in zip(starts, ends, strict=True))
+    return not np.array_equal(chosen, rejected)
 
 
 def read_examples(

@@ -11,12 +11,12 @@ from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.mixers.convolution import Convolution
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
+    all_heads_of_own_tokens,
     own_heads,
     own_heads_of_all_tokens,
 )
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.state_space.short_convolution import short_convolution
-from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.tensor import NormColumnLinear, RowLinear
 
 
@@ -47,15 +47,13 @@ class GatedConvolution(nn.Module):
 
         Context-parallel ranks exchange all channels of some tokens for some channels of all tokens, and back.
         """
-        weight: Tensor = self.conv1d.weight
-        context, channels = run.context, (Heads(self.channels),)
-        if context is not None:
-            x = own_heads_of_all_tokens(x, channels, context)
-            weight = own_heads(weight, channels, context)
+        channels = (Heads(self.channels),)
+        x = own_heads_of_all_tokens(x, channels, run.context)
+        weight = own_heads(self.conv1d.weight, channels, run.context)
         documents = None if run.packed is None else run.packed.numbers
         before = None if run.cache is None else run.cache.states(self.layer)[0]
         y, last = short_convolution(x, weight, None, documents=documents, before=before)
         if run.cache is not None:
             run.cache.keep(self.layer, last)
-        y = y.to(x.dtype)
-        return y if context is None else tokens_for_heads(y.unsqueeze(-1), context).squeeze(-1)
+        each_channel = y.to(x.dtype).unsqueeze(-1)
+        return all_heads_of_own_tokens(each_channel, run.context).squeeze(-1)

@@ -18,6 +18,7 @@ from megatron_lite.models.mixers.convolution import Convolution
 from megatron_lite.models.mixers.delta_scan import heads_of_qkv, scanned
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
+    all_heads_of_own_tokens,
     own_heads,
     own_heads_of_all_tokens,
 )
@@ -25,7 +26,6 @@ from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
 from megatron_lite.models.state_space.kernels import delta_kernel
-from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Made, NormColumnLinear, RowLinear
 from megatron_lite.products.wide import wide
@@ -90,19 +90,13 @@ class GatedDeltaNet(nn.Module):
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         # [tokens, batch, channels of q, k and v], [.., channels of v], [.., heads], [.., heads]
         inner, gate, write, forget = self.in_proj(x).split(self.widths, -1)
-        weight: Tensor = self.conv1d.weight
-        dt_bias: Tensor = self.dt_bias
-        a_log: Tensor = self.A_log
-        context = run.context
-        if context is not None:
-            # Ranks exchange all heads of some tokens for some heads of all tokens.
-            each_head = (Heads(self.heads),)
-            inner = own_heads_of_all_tokens(inner, self.parts, context)
-            write = own_heads_of_all_tokens(write, each_head, context)
-            forget = own_heads_of_all_tokens(forget, each_head, context)
-            weight = own_heads(weight, self.parts, context)
-            dt_bias = own_heads(dt_bias, each_head, context)
-            a_log = own_heads(a_log, each_head, context)
+        context, each_head = run.context, (Heads(self.heads),)
+        inner = own_heads_of_all_tokens(inner, self.parts, context)
+        write = own_heads_of_all_tokens(write, each_head, context)
+        forget = own_heads_of_all_tokens(forget, each_head, context)
+        weight = own_heads(self.conv1d.weight, self.parts, context)
+        dt_bias = own_heads(self.dt_bias, each_head, context)
+        a_log = own_heads(self.A_log, each_head, context)
         documents = None if run.packed is None else run.packed.numbers
         before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
@@ -112,7 +106,7 @@ class GatedDeltaNet(nn.Module):
         y, state = self._scan(inner, decay, beta, run.packed, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
-        y = y if context is None else tokens_for_heads(y, context)
+        y = all_heads_of_own_tokens(y, context)
         normed = self.out_norm(y, gate.unflatten(-1, (self.heads, -1)))
         projected: Tensor = self.out_proj(normed.flatten(2))
         return projected

@@ -22,6 +22,7 @@ from megatron_lite.models.mixers.delta_scan import heads_of_qkv, in_heads, scann
 from megatron_lite.models.mixers.gated_delta_net import HeadNorm
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
+    all_heads_of_own_tokens,
     own_heads,
     own_heads_of_all_tokens,
 )
@@ -30,7 +31,6 @@ from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.state_space.kernels import kimi_delta_kernel
 from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_delta_step
 from megatron_lite.models.whole_linear import WholeLinear
-from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
 from megatron_lite.products.wide import wide
@@ -49,6 +49,8 @@ class KimiDeltaAttention(nn.Module):
         self.layer, self.heads = layer, heads
         self.key_dim, self.value_dim = linear.key_dim, linear.value_dim
         keys, values = heads * linear.key_dim, heads * linear.value_dim
+        of_keys, of_values = Heads(heads, linear.key_dim), Heads(heads, linear.value_dim)
+        self.parts = (of_keys, of_keys, of_values)
         self.widths = [2 * keys + values, heads]
         self.linear_qkvb = ColumnLinear(hidden, sum(self.widths), ranks)
         self.linear_gates_down = WholeLinear(hidden, 2 * linear.value_dim)
@@ -74,7 +76,7 @@ class KimiDeltaAttention(nn.Module):
         y, state = self._scan(inner, decay, beta, run.packed, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
-        y = y if run.context is None else tokens_for_heads(y, run.context)
+        y = all_heads_of_own_tokens(y, run.context)
         normed = self.out_norm(y, in_heads(gate, self.value_dim))
         projected: Tensor = self.out_proj(normed.flatten(2))
         return projected
@@ -87,18 +89,13 @@ class KimiDeltaAttention(nn.Module):
         The decay is [tokens, batch, heads, key], beta [tokens, batch, heads]. With context parallelism, all results are of
         some heads and all tokens.
         """
-        weight: Tensor = self.conv1d.weight
-        dt_bias: Tensor = self.dt_bias
-        a_log: Tensor = self.A_log
-        if run.context is not None:
-            keys, values = Heads(self.heads, self.key_dim), Heads(self.heads, self.value_dim)
-            qkv, each_head = (keys, keys, values), (Heads(self.heads),)
-            inner = own_heads_of_all_tokens(inner, qkv, run.context)
-            forget = own_heads_of_all_tokens(forget, (keys,), run.context)
-            write = own_heads_of_all_tokens(write, each_head, run.context)
-            weight = own_heads(weight, qkv, run.context)
-            dt_bias = own_heads(dt_bias, (keys,), run.context)
-            a_log = own_heads(a_log, each_head, run.context)
+        context, each_head = run.context, (Heads(self.heads),)
+        inner = own_heads_of_all_tokens(inner, self.parts, context)
+        forget = own_heads_of_all_tokens(forget, self.parts[:1], context)
+        write = own_heads_of_all_tokens(write, each_head, context)
+        weight = own_heads(self.conv1d.weight, self.parts, context)
+        dt_bias = own_heads(self.dt_bias, self.parts[:1], context)
+        a_log = own_heads(self.A_log, each_head, context)
         documents = None if run.packed is None else run.packed.numbers
         before = None if run.cache is None else run.cache.states(self.layer)[0]
         inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)

@@ -23,6 +23,7 @@ from megatron_lite.models.input_matrix import input_matrix
 from megatron_lite.models.mixers.convolution import Convolution
 from megatron_lite.models.mixers.heads_over_context import (
     Heads,
+    all_heads_of_own_tokens,
     own_heads,
     own_heads_of_all_tokens,
 )
@@ -31,7 +32,6 @@ from megatron_lite.models.passes import Pass
 from megatron_lite.models.recompute import recomputed
 from megatron_lite.models.state_space.kernels import scan_kernel
 from megatron_lite.models.state_space.mamba2 import ssd, ssd_step
-from megatron_lite.parallel.context import tokens_for_heads
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import RowLinear
 
@@ -104,19 +104,15 @@ class MambaMixer(nn.Module):
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         """x [sequence (/ tp), batch, hidden] -> the same shape."""
         gate, inner, times = self._scaled(*self.in_proj(x).split(self.widths, -1))
-        weight: Tensor = self.conv1d.weight
-        bias: Tensor | None = self.conv1d.bias
-        dt_bias: Tensor = self.dt_bias
-        a_log: Tensor = self.A_log
-        d: Tensor = self.D
-        context = run.context
-        if context is not None:
-            assert bias is not None
-            heads = (Heads(self.heads),)
-            inner = own_heads_of_all_tokens(inner, self.parts, context)
-            times = own_heads_of_all_tokens(times, heads, context)
-            weight, bias = (own_heads(each, self.parts, context) for each in (weight, bias))
-            dt_bias, a_log, d = (own_heads(each, heads, context) for each in (dt_bias, a_log, d))
+        context, each_head = run.context, (Heads(self.heads),)
+        inner = own_heads_of_all_tokens(inner, self.parts, context)
+        times = own_heads_of_all_tokens(times, each_head, context)
+        weight = own_heads(self.conv1d.weight, self.parts, context)
+        assert self.conv1d.bias is not None
+        bias = own_heads(self.conv1d.bias, self.parts, context)
+        dt_bias = own_heads(self.dt_bias, each_head, context)
+        a_log = own_heads(self.A_log, each_head, context)
+        d = own_heads(self.D, each_head, context)
         documents = None if run.packed is None else run.packed.numbers
         before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
         inner, before = self.conv1d.apply_to(inner, weight, bias, documents, before)
@@ -126,8 +122,7 @@ class MambaMixer(nn.Module):
         y, state = _scan(x, steps, decays, b, c, d, documents, state)
         if run.cache is not None:
             run.cache.keep(self.layer, before, state)
-        if context is not None:
-            y = tokens_for_heads(y, context)
+        y = all_heads_of_own_tokens(y, context)
         normed: Tensor = self.norm(y.flatten(2), gate)
         projected: Tensor = self.out_proj(normed)
         return projected

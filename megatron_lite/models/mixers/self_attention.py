@@ -175,17 +175,22 @@ class SelfAttention(nn.Module):
         Each is [sequence, batch, heads or kv_heads, head_dim]. v has the width of values, and the gate of a head may
         have one element.
         """
-        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, -1))
-        # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
-        split = grouped.split(list(self.widths.values()), -1)
-        parts = dict(zip(self.widths, split, strict=True))
+        parts = self._parts(x)
         q, k = self._heads_apart(parts["q"]), parts["k"]
         v = parts.get("v", k)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         if self.value_scale is not None:
             v = v * self.value_scale
-        return q, k, v, self._heads_apart(parts["gate"]) if "gate" in parts else None
+        gate = parts.get("gate")
+        return q, k, v, None if gate is None else self._heads_apart(gate)
+
+    def _parts(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the projections [sequence, batch, kv_heads, rows of a group of heads] by name."""
+        grouped = self.linear_qkv(x).unflatten(-1, (self.kv_heads, -1))
+        # One split, because its gradient is a single concatenation. The gradient of each slice would be as large as the whole.
+        split = grouped.split(list(self.widths.values()), -1)
+        return dict(zip(self.widths, split, strict=True))
 
     def _heads_apart(self, x: Tensor) -> Tensor:
         """[sequence, batch, kv_heads, rows] -> [sequence, batch, heads, rows of a head]."""
