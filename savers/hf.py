@@ -10,9 +10,9 @@ from megaconv.engine.base_model import BaseModel, open_base
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies, small_files
+from megaconv.engine.weight_files import add_weight_files
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.huggingface.output_files import add_weight_files
 from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
     notices,

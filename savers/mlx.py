@@ -7,11 +7,11 @@ from formats.output import FileLayout, PlainFile
 from formats.wording import counted
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sidecars import small_files
+from megaconv.engine.weight_files import add_weight_files
 from megaconv.errors import NotExpressible
 from megaconv.families import Family, family
 from megaconv.families.parts.hf_config import as_file
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.huggingface.output_files import add_weight_files
 from megaconv.mlx.config import completed
 from megaconv.mlx.names import (
     INSIDE,
