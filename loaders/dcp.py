@@ -21,6 +21,7 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.stored_names import unwrapped
 from megaconv.huggingface.weight_files import whole_model
 from megaconv.loader import Loader
 from megaconv.megatron.arguments.run_arguments import vocab_divisor
@@ -40,7 +41,6 @@ _log = logging.getLogger("megaconv")
 _TITAN = META_ROWS
 _TRANSFORMERS = (HF, HF_STACKED)
 _OPTIMIZER = re.compile(r"(.*\.)?optim(izers?)?\.")
-_WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 _NOT_MODEL = re.compile(
     r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\."
 )
@@ -77,7 +77,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             path,
             sharded_safetensors.require_files(path),
         )
-    plain = {_plain(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)}
+    plain = {
+        unwrapped(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)
+    }
     stored = {titan_names.before_03(name, plain.keys()): each for name, each in plain.items()}
     naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)
     of_model = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
@@ -109,11 +111,6 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     return OpenedSource(header, tensors)
 
 
-def _plain(name: str) -> str:
-    """The name without the prefixes of modules that wrapped the model."""
-    return _WRAPPERS.sub("", name)
-
-
 class _Names(NamedTuple):
     """The names of a model's tensors in a checkpoint."""
 
@@ -126,7 +123,7 @@ class _Names(NamedTuple):
 
     def of_parameter(self, name: str) -> str:
         """The name of a parameter of the optimizer, whose names may lack the prefix."""
-        plain = titan_names.before_03(_plain(name), self.stored)
+        plain = titan_names.before_03(unwrapped(name), self.stored)
         shorter = plain.removeprefix(self.prefix)
         return plain if plain in self.found else titan_names.before_03(shorter, self.found)
 

@@ -1,6 +1,5 @@
 """verl's FSDP checkpoints: one file per rank with its parts of all tensors, under transformers' names."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +8,12 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.stored_names import unwrapped
 from megaconv.huggingface.weight_files import whole_model
 from megaconv.loader import Loader
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF
 from megaconv.options import LoadOptions
-
-_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 
 
 def detect(path: Path) -> bool:
@@ -39,7 +37,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
         )
     tensors, ranks = dtensor_files.read(path)
-    found = {_WRAPPERS.sub("", name): tensor for name, tensor in tensors.items()}
+    found = {unwrapped(name): tensor for name, tensor in tensors.items()}
     config, canonical = whole_model(family, config, HF, found, str(path))
     manifest = describe(canonical)
     header = Header(

@@ -1,5 +1,6 @@
 """Hugging Face directories: config.json, and weights in safetensors or torch `.bin` files, single or sharded."""
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -19,6 +20,11 @@ from megaconv.families.parts.hf_config import (
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names, names_in_files
 from megaconv.families.parts.whole_model import split_whole
+from megaconv.huggingface.stored_names import (
+    is_of_bare_model,
+    with_names_of_family,
+    without_wrappers,
+)
 from megaconv.huggingface.weight_files import (
     has_weights,
     read_directory,
@@ -34,6 +40,8 @@ from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
 from megaconv.values.compressed_tensors import scheme_of
 from megaconv.values.quantized import dequantize
+
+_log = logging.getLogger("megaconv")
 
 
 def detect(path: Path) -> bool:
@@ -58,6 +66,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         require_counted(weights)
     where = str(weights)
     quantized = _quantized_config(path, directory, config)
+    stored = stored if config.own_names else without_wrappers(stored, where)
     found = dequantize(stored, quantized, options.dtype, where)
     left_out: dict[str, int] = {}
     beside: dict[str, LazyTensor] = {}
@@ -66,7 +75,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     elif config.whole is not None:
         found, beside, config = split_whole(found, config, family.rows, where)
         config = _tied_without_head(config, found, family)
-    found = _with_names_of_family(found, family, where)
+    if is_of_bare_model(found, family):
+        config = _without_its_head(config, found, family, where)
+    found = with_names_of_family(found, family, where)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, where) == "mxfp4" else HF
     config, tensors = whole_model(family, config, naming, found | beside, where)
@@ -93,24 +104,6 @@ def _quantized_config(path: Path, directory: Path, config: ModelConfig) -> Mappi
     return with_modelopt_file(described, path)
 
 
-def _with_names_of_family(
-    found: dict[str, LazyTensor], family: Family, where: str
-) -> dict[str, LazyTensor]:
-    """The tensors by the names in the family's table. Files may lack its prefix, or have other names for some tensors."""
-    if family.prefix and not any(name.startswith(family.prefix) for name in found):
-        names = {name: family.prefix + name for name in found}
-        names |= {name: name for name in found if name.startswith("lm_head.")}
-        found = renamed(found, names, where)
-    for old, new in family.older.items():
-        names = {name: name for name in found}
-        names |= {name: name.removesuffix(old) + new for name in found if name.endswith(old)}
-        found = renamed(found, names, where)
-    others = family.other_names(found)
-    if not others:
-        return found
-    return renamed(found, {name: others.get(name, name) for name in found}, where)
-
-
 def _language_model(
     found: Mapping[str, LazyTensor], config: ModelConfig, family: Family, where: str
 ) -> tuple[dict[str, LazyTensor], ModelConfig, dict[str, int]]:
@@ -134,6 +127,19 @@ def _tied_without_head(config: ModelConfig, names: Collection[str], family: Fami
     """The configuration, with tied embeddings if no name is that of a head in any form of Hugging Face's files."""
     heads = set(names_in_files(row for row in family.rows if row.canonical == "head.weight"))
     return config if heads & set(names) else changed(config, {"tie_embeddings": True})
+
+
+def _without_its_head(
+    config: ModelConfig, names: Collection[str], family: Family, where: str
+) -> ModelConfig:
+    """The configuration of a bare model. If its files hold no head, its embeddings are tied, as no other head is known."""
+    tied = _tied_without_head(config, names, family)
+    if tied.tie_embeddings and not config.tie_embeddings:
+        _log.warning(
+            "%s: holds a model without a head, as an embedding model is; the output's embedding is tied to its head",
+            where,
+        )
+    return tied
 
 
 def _scheme(config: Mapping[str, Any], where: str) -> str:

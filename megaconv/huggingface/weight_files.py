@@ -243,6 +243,8 @@ def whole_model(
     if config.whole is not None:
         whole = replace(config.whole, experts=spelling.variants)
         config = replace(config, whole=whole)
+    if not slots:
+        kept, natives = _by_first_names(kept, natives)
     same_names([native.name for native in natives], kept, where)
     shapes = canonical_shapes(family.rows, config)
     tensors: dict[Key, LazyTensor] = {}
@@ -255,6 +257,23 @@ def whole_model(
     order = (Key(name, slot) for name in shapes for slot in (WEIGHT, *slots))
     in_order = {key: tensors[key] for key in order if key in tensors}
     return config, in_order
+
+
+def _by_first_names(
+    kept: Mapping[str, LazyTensor], natives: list[NativeTensor]
+) -> tuple[dict[str, LazyTensor], list[NativeTensor]]:
+    """(tensors, native tensors), if files hold a shared tensor under its second name alone.
+
+    safetensors' save_model keeps the first name in alphabetical order: lm_head.weight of a tied head.
+    """
+    first = {tuple(native.parts): native.name for native in natives if native.copy is None}
+    names = {
+        native.name: first[tuple(native.parts)]
+        for native in natives
+        if native.copy is not None and first.get(tuple(native.parts), native.name) not in kept
+    }
+    by_first = {names.get(name, name): tensor for name, tensor in kept.items()}
+    return by_first, [native for native in natives if native.name not in names]
 
 
 def _with_own_names(

@@ -1,0 +1,69 @@
+"""Names of tensors in files, and the names in the family's table: wrappers and prefixes differ by who saved the model.
+
+_orig_mod.model.embed_tokens.weight       torch.compile
+module.model.embed_tokens.weight          DistributedDataParallel, DeepSpeed
+embed_tokens.weight                       the bare model, as of most text embedding models
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from formats.tensor import LazyTensor
+from megaconv.families import Family
+from megaconv.huggingface.weight_files import renamed
+from megaconv.model.naming import HF
+
+_WRAPPERS = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
+"""Parts of names that torch.compile, FSDP and activation recomputation add, at any depth."""
+_PARALLEL = "module."
+"""The prefix that DistributedDataParallel and DeepSpeed add to all names."""
+_HEAD, _BASE = "lm_head.", "model."
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's name without the parts that wrappers of torch add to it."""
+    return _WRAPPERS.sub("", name)
+
+
+def without_wrappers(tensors: Mapping[str, LazyTensor], where: str) -> dict[str, LazyTensor]:
+    """The tensors by their names in the model. where: for messages.
+
+    Raises TensorMismatch if two tensors have the same name without wrappers.
+    """
+    names = {name: unwrapped(name) for name in tensors}
+    while names and all(name.startswith(_PARALLEL) for name in names.values()):
+        names = {old: name.removeprefix(_PARALLEL) for old, name in names.items()}
+    return renamed(tensors, names, where)
+
+
+def is_of_bare_model(names: Iterable[str], family: Family) -> bool:
+    """True if files hold the model that the class with a head has inside: their names lack its prefix."""
+    prefix, held = _prefix(family), list(names)
+    return bool(prefix and held) and not any(name.startswith(prefix) for name in held)
+
+
+def with_names_of_family(
+    found: dict[str, LazyTensor], family: Family, where: str
+) -> dict[str, LazyTensor]:
+    """The tensors by the names in the family's table. Files may lack its prefix, or have other names for some tensors."""
+    if is_of_bare_model(found, family):
+        names = {name: _prefix(family) + name for name in found}
+        names |= {name: name for name in found if name.startswith(_HEAD)}
+        found = renamed(found, names, where)
+    for old, new in family.older.items():
+        names = {name: name for name in found}
+        names |= {name: name.removesuffix(old) + new for name in found if name.endswith(old)}
+        found = renamed(found, names, where)
+    others = family.other_names(found)
+    if not others:
+        return found
+    return renamed(found, {name: others.get(name, name) for name in found}, where)
+
+
+def _prefix(family: Family) -> str:
+    """The prefix of all names except the head's; empty for a family whose names have none, or several."""
+    if family.prefix:
+        return family.prefix
+    embedding = next((row for row in family.rows if row.stage == "first"), None)
+    names = [] if embedding is None else [spelling.name for spelling in embedding.spelling(HF)]
+    return _BASE if names and all(name.startswith(_BASE) for name in names) else ""
