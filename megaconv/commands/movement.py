@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,9 @@ from megaconv.values.shifted import plain
 
 @dataclass(frozen=True)
 class Moved:
-    """Sums over the elements that are finite on both sides."""
+    """Sums over elements. Distance and largest difference are infinite if an element changed that isn't finite on both
+    sides.
+    """
 
     name: str
     elements: int = 0
@@ -33,7 +35,7 @@ class Moved:
         """Norm of the difference divided by the norm of A."""
         if self.squares:
             return sqrt(self.distance / self.squares)
-        return float("inf") if self.distance else 0.0
+        return inf if self.distance else 0.0
 
     def __add__(self, other: "Moved") -> "Moved":
         return Moved(
@@ -42,12 +44,12 @@ class Moved:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        relative = self.relative if self.relative != float("inf") else None
+        """For `--json`, which has no infinity: null stands for it."""
         return {
             "elements": self.elements,
             "changed": self.changed,
-            "relative": relative,
-            "max_abs": self.largest,
+            "relative": self.relative if isfinite(self.relative) else None,
+            "max_abs": self.largest if isfinite(self.largest) else None,
         }
 
 
@@ -74,7 +76,7 @@ class Movement:
         """Lines for people, with a bar for each layer. blocks: True if the terminal can show block characters."""
         layers = self.layers()
         width = max((len(layer.name) for layer in layers), default=0)
-        finite = [layer.relative for layer in layers if layer.relative != float("inf")]
+        finite = [layer.relative for layer in layers if isfinite(layer.relative)]
         most = max(finite, default=0.0) or 1.0
         block = "█" if blocks else "#"
         yield f"{'moved':<{width}}  {'|A-B|/|A|':>10}  {'largest':>9}  changed"
@@ -148,18 +150,17 @@ def _blocks(tensor: LazyTensor, advance: Callable[[int], None]) -> Iterator[Any]
 def _of_block(
     a: "np.ndarray[Any, np.dtype[np.float64]]", b: "np.ndarray[Any, np.dtype[np.float64]]"
 ) -> Moved:
+    # Equal infinities and two NaN are no change, although their difference is NaN.
+    changed = (a != b) & ~(np.isnan(a) & np.isnan(b))
+    count = int(np.count_nonzero(changed))
     with np.errstate(all="ignore"):
         difference = a - b
     finite = np.isfinite(difference)
-    difference = difference[finite]
-    changed = int(np.count_nonzero(difference)) + int(np.count_nonzero(~finite))
-    largest = float(np.abs(difference).max(initial=0.0))
     kept = a[finite]
-    return Moved(
-        "",
-        a.size,
-        changed,
-        float(np.dot(kept, kept)),
-        float(np.dot(difference, difference)),
-        largest,
-    )
+    squares = float(np.dot(kept, kept))
+    if np.any(changed & ~finite):
+        return Moved("", a.size, count, squares, distance=inf, largest=inf)
+    difference = difference[finite]
+    distance = float(np.dot(difference, difference))
+    largest = float(np.abs(difference).max(initial=0.0))
+    return Moved("", a.size, count, squares, distance, largest)

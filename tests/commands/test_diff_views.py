@@ -93,6 +93,30 @@ def test_a_tolerance_is_a_number(model: Path) -> None:
         assert_refused(run("diff", model, other, "--tolerance", word), 2, "--tolerance")
 
 
+def test_statistics_show_weights_that_became_infinite_or_nan(model: Path) -> None:
+    def broken(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        if name == "model.norm.weight":
+            tensor[0] = float("nan")
+        if name.startswith("model.layers.1.mlp.up"):
+            tensor[0, 0] = float("inf")
+        return tensor
+
+    other = finetuned(model, broken)
+    outcome = run("diff", model, other, "--stats", "--json")
+    moved = json.loads(outcome.out)["movement"]["layers"]
+    infinite = {"changed": 1, "relative": None, "max_abs": None}
+    for layer in ("layers.1", "final_norm.weight"):
+        assert moved[layer].items() >= infinite.items(), layer
+    assert moved["layers.0"]["changed"] == 0
+    lines = run("diff", model, other, "--stats").out.splitlines()
+    assert next(line for line in lines if line.startswith("layers.1 ")).split()[1:3] == ["inf"] * 2
+
+    same = run("diff", other, other, "--stats", "--json")
+    unmoved = json.loads(same.out)["movement"]["layers"]
+    assert {tuple(layer.values())[1:] for layer in unmoved.values()} == {(0, 0.0, 0.0)}
+
+
 def test_metadata_alone_doesnt_call_tensors_equal(model: Path) -> None:
     other = finetuned(model, lambda name, tensor: tensor + 1)
     assert (
