@@ -150,11 +150,16 @@ class Change:
 
 @dataclass(frozen=True)
 class MergedTensor(ComputedTensor):
-    """A canonical tensor with a change merged into it, in its own dtype."""
+    """A canonical tensor with a change merged into it, in its own dtype.
+
+    A read raises NotExpressible if a finite number would become infinite or NaN.
+    """
 
     change: Change
     name: str
     """The tensor's name for messages."""
+    overflow: bool = False
+    """True to accept infinite numbers, but not NaN."""
 
     def __post_init__(self) -> None:
         if self.dtype not in FLOATS:
@@ -177,8 +182,16 @@ class MergedTensor(ComputedTensor):
             )
             values = self._merged(part)
             kept = values[:, wanted.col0 - part.col0 : wanted.col1 - part.col0]
-            made = rounding.rounded(np.ascontiguousarray(kept), self.dtype)
-            np.copyto(window(out, box, wanted, itemsize), made)
+            np.copyto(window(out, box, wanted, itemsize), self._rounded(kept))
+
+    def _rounded(self, values: Floats) -> Bytes:
+        """The bytes of merged numbers in the tensor's dtype."""
+        try:
+            return rounding.rounded(
+                np.ascontiguousarray(values), self.dtype, overflow=self.overflow
+            )
+        except rounding.BeyondRange:
+            raise self._not_finite() from None
 
     def _merged(self, box: Box) -> Floats:
         weight, delta = read_floats(self.source, box), read_floats(self.change.delta, box)
@@ -189,7 +202,21 @@ class MergedTensor(ComputedTensor):
             if self.change.magnitude is not None:
                 length = read_floats(self.change.magnitude, box._replace(col1=box.col0 + 1))[:, 0]
                 weight *= (length / row_norms(weight))[:, None]
+        if not np.isfinite(weight).all():
+            self._require_earlier(weight, box)
         return weight
+
+    def _require_earlier(self, merged: Floats, box: Box) -> None:
+        """Raise NotExpressible unless all numbers that aren't finite were so before."""
+        wrong = np.isnan(merged) if self.overflow else ~np.isfinite(merged)
+        if np.any(wrong & np.isfinite(read_floats(self.source, box))):
+            raise self._not_finite()
+
+    def _not_finite(self) -> NotExpressible:
+        return NotExpressible(
+            f"{self.name}: merging an adapter makes finite weights infinite in {self.dtype}, or NaN; look for NaN and large "
+            "numbers in the adapter (`megaconv inspect ADAPTER --stats`), or give --dtype float32"
+        )
 
 
 def _rows_of(box: Box) -> int:

@@ -74,6 +74,8 @@ class MergedSource:
 
     source: Source
     merged: Sequence[Merged]
+    overflow: bool = False
+    """True to accept weights that become infinite."""
 
     @property
     def config(self) -> ModelConfig:
@@ -114,7 +116,7 @@ class MergedSource:
         for key in self.header.manifest:
             tensor = found[key] if key in found else found[Key("embed.weight")]
             for each in self.merged:
-                tensor = _changed(key.name, tensor, each.changes)
+                tensor = _changed(key.name, tensor, each.changes, self.overflow)
             yield key, tensor
 
     @property
@@ -128,19 +130,21 @@ class MergedSource:
         return tuple(found)
 
 
-def _changed(name: str, tensor: LazyTensor, changes: Changes) -> LazyTensor:
+def _changed(name: str, tensor: LazyTensor, changes: Changes, overflow: bool) -> LazyTensor:
     if name in changes.replaced:
         own = changes.replaced[name]
-        tensor = (
-            own
-            if own.dtype == tensor.dtype
-            else CastTensor(own, tensor.dtype, name, overflow=False)
-        )
-    return MergedTensor(tensor, changes.deltas[name], name) if name in changes.deltas else tensor
+        tensor = own if own.dtype == tensor.dtype else CastTensor(own, tensor.dtype, name, overflow)
+    change = changes.deltas.get(name)
+    return tensor if change is None else MergedTensor(tensor, change, name, overflow)
 
 
-def merge(source: Source, choices: Sequence[AdapterChoice]) -> MergedSource:
-    """Open adapters and check them against a source. Raises CheckpointError."""
+def merge(
+    source: Source, choices: Sequence[AdapterChoice], *, overflow: bool = False
+) -> MergedSource:
+    """Open adapters and check them against a source. Raises CheckpointError.
+
+    overflow: True to accept weights that become infinite. Without it, reading such a tensor raises NotExpressible.
+    """
     config = source.header.config
     merged: list[Merged] = []
     if source.header.carries_optimizer:
@@ -165,4 +169,4 @@ def merge(source: Source, choices: Sequence[AdapterChoice]) -> MergedSource:
                 "which is about the base's own weights"
             )
         config = changes.config
-    return MergedSource(source, merged)
+    return MergedSource(source, merged, overflow)

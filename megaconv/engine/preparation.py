@@ -290,14 +290,14 @@ def _merged_and_cast(
     from megaconv.adapters.merging import merge
 
     if cast is None:
-        merged = merge(source, options.adapters)
+        merged = merge(source, options.adapters, overflow=overflow)
         return merged, merged
     # Tensors of a model may differ: MXFP4 is read in the requested dtype, and other weights have their own.
     dtypes = {info.dtype for info in source.header.manifest.values()} & set(FLOATS)
     if any(ITEMSIZE[cast] > ITEMSIZE[dtype] for dtype in dtypes):
-        merged = merge(CastSource(source, cast, overflow), options.adapters)
+        merged = merge(CastSource(source, cast, overflow), options.adapters, overflow=overflow)
         return merged, merged
-    merged = merge(source, options.adapters)
+    merged = merge(source, options.adapters, overflow=overflow)
     return CastSource(merged, cast, overflow), merged
 
 

@@ -270,6 +270,38 @@ def test_a_head_is_untied_from_an_embedding_that_alone_has_an_adapter(tmp_path: 
     assert "lm_head.weight" not in load_file(tmp_path / "tied/model.safetensors")
 
 
+def test_weights_that_a_merge_would_make_infinite_or_nan_are_refused(tmp_path: Path) -> None:
+    def diverged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        first = next(iter(tensors))
+        return tensors | {first: torch.full_like(tensors[first], torch.nan)}
+
+    adapter = LINEAR / "adapter"
+    base, out = tmp_path / "base", tmp_path / "out"
+    nan = edited(adapter, tmp_path / "nan", tensors=diverged)
+    assert run("convert", LINEAR / "base", base, "--saver", "hf", "--dtype", "fp16").status == 0
+    for given in (f"{adapter}:1e30", f"{adapter}:1e7", nan):
+        outcome = run("merge", base, given, "--save-dir", out)
+        assert outcome.status == 2
+        assert "infinite in float16, or NaN" in outcome.err.splitlines()[-1]
+        assert not out.exists()
+    assert run("merge", base, f"{adapter}:1e7", "--dtype", "fp32", "--save-dir", out).status == 0
+    lossy = ("--saver", "hf", "--allow-lossy", "overflow", "--save-dir", tmp_path / "lossy")
+    assert run("convert", base, "--adapter", f"{adapter}:1e7", *lossy).status == 0
+    assert run("convert", base, "--adapter", nan, *lossy, "--overwrite").status == 2
+
+
+def test_infinite_weights_of_a_base_stay_infinite(tmp_path: Path) -> None:
+    shutil.copytree(LINEAR / "base", tmp_path / "base")
+    weights = tmp_path / "base/model.safetensors"
+    tensors = load_file(weights)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name][0, 0] = torch.inf
+    save_file(tensors, weights)
+    outcome = run("merge", tmp_path / "base", LINEAR / "adapter", "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome
+    assert torch.isinf(load_file(tmp_path / "out/model.safetensors")[name]).sum() == 1
+
+
 def test_patterns_of_ranks_and_alphas_name_a_parameter_as_peft_does(tmp_path: Path) -> None:
     """peft compares a pattern with the path of a parameter: `experts` is none, `experts.down_proj` and `.*\\.gate_up_proj` are.
 
