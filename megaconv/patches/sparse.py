@@ -19,12 +19,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
 from typing import Any, BinaryIO, NamedTuple
 
+from formats.full_writes import write_at
 from formats.lazy_numpy import Bytes, np
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
+from formats.staged_file import write_error
 from formats.staging import Staging
 from formats.stores.target import StoreTarget
 from formats.target import Target
@@ -88,11 +91,19 @@ class _Spool:
     """The arrays of one dtype, one after the other, in a file without a name."""
 
     file: BinaryIO
+    place: Path
+    """The directory that holds the file, for messages."""
+    size: int = 0
+    """Bytes in the file."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Array -> number of its elements."""
 
     def append(self, name: str, data: Bytes, itemsize: int) -> None:
-        self.file.write(data.data)
+        try:
+            write_at(self.file.fileno(), data.data, self.size)
+        except OSError as error:
+            raise write_error(error, self.place) from error
+        self.size += len(data)
         self.sizes[name] = self.sizes.get(name, 0) + len(data) // itemsize
 
 
@@ -193,11 +204,11 @@ def _write(
     advance: Callable[[int], None],
 ) -> SparseReport:
     # The file system of the output, where there is one, has room for arrays of this size.
-    directory = staging.root if isinstance(staging, Staging) else None
+    directory = staging.root if isinstance(staging, Staging) else Path(gettempdir())
     with ExitStack() as opened:
         # Ordered by the size of their elements, so that all arrays in the file are aligned.
         spools = {
-            dtype: _Spool(opened.enter_context(TemporaryFile(dir=directory)))
+            dtype: _Spool(opened.enter_context(TemporaryFile(dir=directory)), directory)
             for dtype in ("float64", _INDEX, "float32", "float16", "bfloat16")
         }
         _compare(spools, before, after, workers, advance)

@@ -67,6 +67,7 @@ def diff(
 
     Optimizer state is compared if both have it.
     """
+    from formats.whole_file import write_whole
     from megaconv.commands.comparable import require_weights
     from megaconv.commands.comparison import (
         diff_metadata,
@@ -107,7 +108,7 @@ def diff(
             found = diff_sources(left, right, workers, progress.advance, checks, tolerance)
             moved = movement(left, right, workers, progress.advance) if stats or html else None
     if html is not None and moved is not None:
-        html.write_text(movement_report(a, b, left.header, found, moved), encoding="utf-8")
+        write_whole(html, movement_report(a, b, left.header, found, moved).encode())
     if as_json:
         print_json(found.to_json() | ({} if moved is None else {"movement": moved.to_json()}))
     else:

@@ -121,6 +121,7 @@ def plan(
     With --for infer, the layouts of a server are ranked by the tokens that it generates in a second.
     PATH may also be a config.json, or a directory with nothing but one.
     """
+    from formats.whole_file import write_whole
     from megaconv.commands.inspection import inspect
     from megaconv.commands.layouts import LISTED, layouts
     from megaconv.commands.searched_layouts import layouts_for_serving, layouts_for_training
@@ -167,7 +168,7 @@ def plan(
     else:
         found = layouts(header, gpus, memory, given)
     if html is not None:
-        html.write_text(plan_page(path, found), encoding="utf-8")
+        write_whole(html, plan_page(path, found).encode())
     if as_json:
         print_json(found.to_json())
         return

@@ -46,9 +46,10 @@ def scan(
         require_findings("--sarif", sarif)
     found = run(path)
     if sarif is not None:
+        from formats.whole_file import write_whole
         from megaconv.commands.sarif import sarif_json
 
-        sarif.write_bytes(sarif_json(found))
+        write_whole(sarif, sarif_json(found))
     if as_json:
         print_json(found.to_json())
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.tensor import LazyTensor
+from formats.whole_file import write_whole
 from megaconv import registry
 from megaconv.commands.inspected import Inspection
 from megaconv.commands.progress import Progress
@@ -185,5 +186,6 @@ def _megatron_args(subject: Subject) -> View:
 def _html(subject: Subject, asked: Asked) -> View:
     assert asked.html is not None
     page = report.report(subject.found, statistics_of(subject, asked) if asked.stats else {})
-    asked.html.write_text(page, encoding="utf-8")
-    return View("html", str(asked.html), [f"{asked.html}: {readable(len(page.encode()))}"])
+    content = page.encode()
+    write_whole(asked.html, content)
+    return View("html", str(asked.html), [f"{asked.html}: {readable(len(content))}"])
