@@ -22,7 +22,7 @@ from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_aga
 from megaconv.engine.record import record_json
 from megaconv.engine.refusals import refuse_options, refuse_source
 from megaconv.engine.report import Report
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out, modules_left_out
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.engine.without_retrieval import without_retrieval
@@ -253,6 +253,7 @@ def _report(
         record_bytes=len(record),
         parameters=streamed.parameters,
         code=() if isinstance(described, str) else code_left_out(described),
+        modules=() if isinstance(described, str) else modules_left_out(described),
         missing=() if has_base else missing_parts(streamed.source.header, plan),
         check=check,
         adapters=adapters,

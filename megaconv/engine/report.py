@@ -21,6 +21,9 @@ BESIDE = (
     "--text-only: these tensors were not converted: {}; --saver hf --base ORIGINAL puts them back"
 )
 CODE_LEFT_OUT = "code is never copied: {}; if you need and trust it, copy it to the output yourself"
+MODULES_LEFT_OUT = (
+    "modules beside the model are not converted: {}; copy them to the output yourself"
+)
 SPOOLED = "parts that wait to be sent take up to {:,} bytes on the disk (--spool, --max-spool)"
 
 
@@ -42,6 +45,8 @@ class Report:
     verified: bool = False
     code: tuple[str, ...] = ()
     """Python files in the source's directory."""
+    modules: tuple[str, ...] = ()
+    """Files with weights of further modules, which are neither converted nor copied."""
     missing: tuple[str, ...] = ()
     """Parts that a transformers output lacks (`engine/completeness.py`).
 
@@ -84,6 +89,8 @@ class Report:
         found += self.lineage.notices
         if self.code:
             found.append(CODE_LEFT_OUT.format(", ".join(self.code)))
+        if self.modules:
+            found.append(MODULES_LEFT_OUT.format(", ".join(self.modules)))
         found += self.plan.notices
         if self.waiting is not None and self.waiting.is_spooled:
             found.append(SPOOLED.format(self.waiting.spool_bytes))

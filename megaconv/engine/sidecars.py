@@ -10,7 +10,7 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import PlainFile
-from formats.regular_files import read_small
+from formats.regular_files import read_json, read_small
 from megaconv.model.ir import Header
 
 _log = logging.getLogger("megaconv")
@@ -21,6 +21,11 @@ SIDECAR_DIRECTORY = "hf"
 CHAT_TEMPLATES = "additional_chat_templates"
 """The directory in which transformers keeps further chat templates."""
 
+_MODULES, _MODULE_DIRECTORY = "modules.json", "[0-9]*_*"
+"""The list of sentence-transformers' modules, and the directory of each: `1_Pooling` with a config.json."""
+_FURTHER_WEIGHTS = ("value_head.safetensors", "value_head.bin")
+"""Weights of a value head beside a model, as TRL and LLaMA-Factory store them."""
+
 _PATTERNS = (
     # Tokenizers: of the tokenizers library and of transformers, SentencePiece, tiktoken, byte-pair and word-piece
     # vocabularies.
@@ -30,6 +35,8 @@ _PATTERNS = (
     # Pre- and postprocessing: images, audio, several inputs, generated text.
     "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json",
     "feature_extractor*.json", "generation_config.json", "chat_template*",
+    # sentence-transformers: its modules, the longest text, prompts.
+    "modules.json", "sentence_*config.json", "config_sentence_transformers.json",
 )  # fmt: skip
 """Patterns in lower case, because names are compared in lower case."""
 _TERMS = (
@@ -53,6 +60,8 @@ def find_sidecars(directory: Path) -> dict[str, Path]:
     templates = directory / CHAT_TEMPLATES
     if templates.is_dir():
         found += sorted(templates.glob("*.jinja"))
+    if (directory / _MODULES).is_file():
+        found += sorted(directory.glob(f"{_MODULE_DIRECTORY}/*.json"))
     return {
         str(path.relative_to(directory)): path
         for path in found
@@ -84,6 +93,37 @@ def code_left_out(directory: Path) -> tuple[str, ...]:
     if not (directory / "config.json").is_file():
         return ()
     return tuple(sorted(path.name for path in directory.glob("*.py")))
+
+
+def modules_left_out(directory: Path) -> tuple[str, ...]:
+    """Names of files beside a Hugging Face model with weights of further modules: a value head, a dense layer behind
+    pooling. They end with a slash for a module of sentence-transformers whose directory is missing."""
+    if not (directory / "config.json").is_file():
+        return ()
+    found = [name for name in _FURTHER_WEIGHTS if (directory / name).is_file()]
+    if (directory / _MODULES).is_file():
+        inside = sorted(directory.glob(f"{_MODULE_DIRECTORY}/*"))
+        found += [
+            str(path.relative_to(directory))
+            for path in inside
+            if path.name.lower().endswith((".safetensors", ".bin"))
+        ]
+        found += [f"{name}/" for name in _poolings(directory) if not (directory / name).is_dir()]
+    return tuple(found)
+
+
+def _poolings(directory: Path) -> list[str]:
+    """The directories of modules that modules.json lists and that can't be without files: pooling and dense layers."""
+    listed = read_json(directory / _MODULES, SIDECAR_BYTES)
+    modules = (
+        [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
+    )
+    kinds = ("Pooling", "Dense")
+    return [
+        str(each["path"])
+        for each in modules
+        if str(each.get("type")).endswith(kinds) and each.get("path")
+    ]
 
 
 def copies(files: Mapping[str, Path]) -> dict[str, PlainFile]:
