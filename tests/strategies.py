@@ -204,7 +204,7 @@ OTHER_NORMS = (
     "persimmon",
 )
 """Families whose norms have no weights, or follow rope or experts, or have biases on q and k."""
-OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "opt", "xglm")
+OTHER_POSITIONS = ("biogpt", "bloom", "ctrl", "gpt_neo", "mpt", "openai_gpt", "opt", "xglm")
 """Families with ALiBi, or with learned positions beside windows or after unused rows."""
 OF_GRANITE = ("granite_moe", "granite_moe_shared", "granite_moe_swa", "granite_swa")
 OTHERS = (

@@ -905,6 +905,10 @@ BEYOND_MEGATRON = {
          "weights left as they are": {"ffn_config": {**DBRX_EXPERTS, "moe_normalize_expert_weights": None}},
          "base": {"attn_config": {**DBRX_ATTENTION, "rope_theta": 700.0}, **rope(700.0)}},
     ),
+    "openai_gpt": Variant(
+        "openai-gpt", {**GPT2_SIZES, "n_ctx": 96}, {"epsilon": {"layer_norm_epsilon": 1e-5}, "activation": {"afn": "silu"}}
+    ),
+    "openai_gpt, relu": Variant("openai-gpt", {**GPT2_SIZES, "afn": "relu", "tie_word_embeddings": False}),
     "opt": Variant("opt", {"ffn_dim": 80, "word_embed_proj_dim": 64}, {"activation": {"activation_function": "gelu"}}),
     "opt, without biases": Variant("opt", {"ffn_dim": 80, "enable_bias": False, "word_embed_proj_dim": 64, "tie_word_embeddings": False}),
     "biogpt": Variant("biogpt", {}, {"unscaled": {"scale_embedding": False}, "activation": {"hidden_act": "gelu_new"}}),

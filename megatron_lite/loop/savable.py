@@ -34,7 +34,7 @@ def _stages(settings: Settings, config: ModelConfig, layout: Layout) -> Found:
 def _norms(settings: Settings, config: ModelConfig, layout: Layout) -> Found:
     is_local = settings.checkpointing.transformer_impl == "local"
     yield (
-        not config.norm.final and not config.retrieval.layers and not is_local,
+        config.encoder.layers and not config.norm.final and not is_local,
         UsageError(
             "the model has no norms at the end of its stacks, as Megatron's local layers without Transformer Engine; "
             "--transformer-impl local saves it so"

@@ -10,6 +10,6 @@ def input_matrix(plan: Plan, rows: int, *, bias: bool) -> NormColumnLinear | Col
     rows: of this rank.
     """
     config = plan.config
-    if config.norm.place == "after" or config.has("shared_norm"):
+    if config.norm.place in ("after", "after_sum") or config.has("shared_norm"):
         return ColumnLinear(config.hidden, rows, plan.ranks, bias=bias)
     return NormColumnLinear(config.hidden, rows, plan.norm, plan.ranks, bias=bias, keep=plan.keep)

@@ -41,6 +41,9 @@ class Layer(Residual):
 
     input_layernorm: Norm | None
     pre_mlp_layernorm: Norm | None
+    attention_sum_norm: Norm | None
+    """The norm of the sum of the mixer's input and output (GPT-1); None in all other models."""
+    mlp_sum_norm: Norm | None
     mlp: nn.Module | None
     kinds: ClassVar = {"layer_scalar": Kind.UNTRAINED}
 
@@ -58,6 +61,9 @@ class Layer(Residual):
         kind = plan.kind(layer)
         self._add_mixer(plan, mixer_of(config, kind))
         self._add_mlp(plan, kind.mlp)
+        norms_sums = config.norm.place == "after_sum"
+        self.attention_sum_norm = Norm(config.hidden, plan.norm) if norms_sums else None
+        self.mlp_sum_norm = Norm(config.hidden, plan.norm) if norms_sums else None
         self.layer_input = LayerInput(plan) if config.has("layer_inputs") else None
         free = nn.Parameter(torch.empty(1), requires_grad=False)
         self.layer_scalar = free if config.layer_scale else None
@@ -99,13 +105,16 @@ class Layer(Residual):
             normed = x if self.input_layernorm is None else self.input_layernorm(x)
             mixed = mixer(normed, run)
             x = self._added(x, mixed, run, self.after_attention)
+            x = x if self.attention_sum_norm is None else self.attention_sum_norm(x)
         if self.mlp is None:
             return self._ended(x, run)
         # torch.compile stops at experts. In a separate method, the call would be one more compiled part.
         read = self._read_by_mlp(entered, normed, x)
         normed = read if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(read)
         made = self.mlp(normed, run) if self.has_experts else self.mlp(normed)
-        return self._ended(self._added(x, made, run, self.after_mlp), run)
+        x = self._added(x, made, run, self.after_mlp)
+        x = x if self.mlp_sum_norm is None else self.mlp_sum_norm(x)
+        return self._ended(x, run)
 
     def _ended(self, x: Tensor, run: Pass) -> Tensor:
         """Add the layer's own input, and scale the sum with the layer's stored number, if it has them."""

@@ -28,8 +28,8 @@ TRAINED = (
     "jais2", "kimi_linear", "kolibri1", "laguna",
     "lara_mini", "lfm2", "lfm2_moe", "lfm3",
     "llama", "llama4", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3",
-    "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmoe", "opt",
-    "olmo_hybrid",
+    "mistral", "mistral4", "mixtral", "mpt", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmoe",
+    "olmo_hybrid", "openai_gpt", "opt",
     "persimmon", "phi", "phi3", "qwen", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe",
     "qwen3_next", "sarvam_mla", "sarvam_moe", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5",
     "vaultgemma", "xglm", "youtu",
@@ -65,7 +65,7 @@ RETRO = "retro"
 """The family whose layers attend to retrieved text: a decoder with a network of its own."""
 NOT_COMPUTED = {
     "output_norm mla": "norms after its latent attention, not before it",
-    "post_norm": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
+    "post_norm both_ways": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",

@@ -38,7 +38,7 @@ _HIDDEN = DropoutKeys("attention_dropout", "hidden_dropout")
 
 KEYS: Mapping[str, DropoutKeys] = {
     **dict.fromkeys(("bert", "biencoder", "biogpt"), _BERT),
-    **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT2),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "openai_gpt"), _GPT2),
     **dict.fromkeys(("codegen", "gptj"), _GPTJ),
     **dict.fromkeys(("phi", "phi3"), _PHI),
     **dict.fromkeys(("bloom", "falcon", "gpt_neox", "nemotron_h", "persimmon", "stablelm"), _HIDDEN),

@@ -112,7 +112,7 @@ def _refusals_of_bert(config: ModelConfig, *, legacy: bool) -> Iterator[tuple[bo
         "the model has a pooler; of Megatron's biencoders, only that with two towers and --ict-head-size has one",
     )
     yield (
-        config.has("post_norm") and not legacy,
+        config.has("post_norm both_ways") and not legacy,
         "the original BERT norms the sum of a sublayer and what it was given; of Megatron's models only the legacy ones can "
         "do that: choose --saver legacy",
     )

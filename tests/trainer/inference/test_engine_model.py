@@ -69,6 +69,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "gpt2": ("gpt2", {}),
+    "openai_gpt": (
+        "openai-gpt",
+        {
+            "n_embd": 64,
+            "n_layer": 4,
+            "n_head": 8,
+            "n_positions": LENGTH,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 64,
+            "attn_config": {"clip_qkv": 2.0, "kv_n_heads": 4, "rope_theta": 10000.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    ),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -471,7 +489,7 @@ LAYOUTS = {
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
     *("lara_mini", "nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
-    *("mimo_v2_flash", "laguna", "step3p5", "kimi_linear"),
+    *("dbrx", "mimo_v2_flash", "laguna", "step3p5", "kimi_linear"),
 )
 FITTING = [
     (name, layout)

@@ -55,6 +55,6 @@ def assert_goes_back_unchanged(
     """Take one step that learns nothing, and export the run: all tensors of the source."""
     still = "--lr 0 --weight-decay 0 --train-iters 1"
     command = f"finetune --load {source} --save run {FINETUNE} {still} {words}"
-    assert NO_MODULES in train(directory, processes, command).log(0)
+    assert "its checkpoints are for megatron-lite" in train(directory, processes, command).log(0)
     megaconv.convert(directory / "run", directory / "back", saver="hf")
     assert megaconv.diff(directory / "back", source).same

@@ -11,7 +11,18 @@ from tests.transformers_oracle import BEYOND_MEGATRON, NAMED, create
 
 pytestmark = pytest.mark.oracle
 QUICK = ("bloom", "gpt_neox_japanese", "kolibri1", "cohere2_moe, sigmoid")
-MODELS = (*QUICK, "mpt", "xglm", "ctrl", "gptj", "codegen", "gpt_neo", "apertus, biases")
+MODELS = (
+    *QUICK,
+    "mpt",
+    "xglm",
+    "ctrl",
+    "gptj",
+    "codegen",
+    "gpt_neo",
+    "apertus, biases",
+    "dbrx",
+    "openai_gpt",
+)
 """ALiBi, sines, other sets of biases, or other routers."""
 EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 LAYOUTS = ("--tp 2 --sequence-parallel", "--pp 2 --ckpt-format torch")

@@ -202,6 +202,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
                 "kolibri1",
                 "aria_text",
                 "cohere2_moe",
+                "dbrx",
             )
         ),
         *(
@@ -232,7 +233,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
                     "xglm",
                     "ctrl",
                 ),
-                *("gpt_neox_japanese", "bitnet", "biogpt"),
+                *("gpt_neox_japanese", "bitnet", "biogpt", "openai_gpt"),
             )
         ),
         pytest.param(
