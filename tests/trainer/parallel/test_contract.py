@@ -378,7 +378,7 @@ def test_a_family_of_another_package_is_not_trained_as_if_it_were_one_of_these()
             "capped scores beside attention sinks",
         ),
         (
-            {"norm.place": "after_sum"},
+            {"norm.place": "after_sum", "head.classes": 2},
             "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
         ),
         ({"attention.v_dim": 20}, "values that are wider than keys"),
