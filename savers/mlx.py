@@ -19,7 +19,7 @@ from megaconv.mlx.names import (
     mlx_rows,
     wrapper_of,
 )
-from megaconv.mlx.quantization import OPTIONS, affine_forms, affine_of, with_scales
+from megaconv.mlx.quantization import OPTIONS, quantization_of, quantized_forms, with_scales
 from megaconv.mlx.settings import FLOATS, KEYS
 from megaconv.mlx.tensors import as_in_mlx, is_shifted
 from megaconv.model.config import ModelConfig
@@ -41,10 +41,10 @@ def uses(options: SaveOptions) -> tuple[str, ...]:
 
 def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The form of each tensor that is stored otherwise. Raises UsageError, and NotExpressible for another family."""
-    affine = affine_of(options.extra)
+    quantization = quantization_of(options.extra)
     natives = _natives(header.config)
     _require_floats(header)
-    found = {} if affine is None else affine_forms(natives, affine)
+    found = {} if quantization is None else quantized_forms(natives, quantization)
     name = header.config.family
     shifted = [native for native in natives if is_shifted(name, native.name)]
     found |= {Key(part): Form(PLUS_ONE) for native in shifted for part in native.parts}
@@ -92,19 +92,19 @@ def _config_json(header: Header, options: SaveOptions) -> bytes:
     wrapper = wrapper_of(config.family)
     if wrapper is not None:
         raw = {**wrapper, "tie_word_embeddings": config.tie_embeddings, "text_config": raw}
-    affine = affine_of(options.extra)
-    if affine is not None:
-        raw |= dict.fromkeys(KEYS, affine.settings)
+    quantization = quantization_of(options.extra)
+    if quantization is not None:
+        raw |= dict.fromkeys(KEYS, quantization.settings)
     return as_file(raw)
 
 
 def _notices(header: Header, options: SaveOptions) -> list[str]:
     found = []
-    affine = affine_of(options.extra)
-    if affine is not None:
+    quantization = quantization_of(options.extra)
+    if quantization is not None:
         found.append(
-            f"weights of linear layers and embeddings are rounded to {affine.bits} bits with a scale and a bias for each "
-            f"{affine.size} of a row; fingerprints are of the values that are read back"
+            f"weights of linear layers and embeddings are rounded to {quantization.description}; fingerprints are of the values that are "
+            "read back"
         )
     if header.config.mtp_layers:
         found.append(
@@ -134,7 +134,7 @@ def _natives(config: ModelConfig) -> list[NativeTensor]:
 
 SAVER = Saver(
     name="mlx",
-    description="MLX for mlx-lm: sharded *.safetensors, plain or quantized to 2 to 8 bits",
+    description="MLX for mlx-lm: sharded *.safetensors, plain or quantized to integers or floats of 2 to 8 bits",
     plan=plan,
     options=OPTIONS,
     uses=uses,

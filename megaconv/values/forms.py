@@ -15,7 +15,9 @@ LEFT_OUT = "left out"
 FOLDED = "folded"
 PLUS_ONE = "plus one"
 AFFINE = {f"affine-{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
-"""MLX's quantizations -> their bits."""
+"""MLX's quantizations to integers -> their bits."""
+MLX_FLOATS = {f"mlx-{mode}": mode for mode in ("mxfp4", "mxfp8", "nvfp4")}
+"""MLX's quantizations to floats -> their modes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +78,9 @@ class Form(NamedTuple):
     @property
     def is_quantized(self) -> bool:
         """True if readers get another tensor than is stored: a dequantized one, without its scales."""
-        return self.kind in QUANTIZATIONS or self.is_of_mlx
+        return self.kind in {*QUANTIZATIONS, *MLX_FLOATS} or self.keeps_dtype
 
     @property
-    def is_of_mlx(self) -> bool:
-        """True for the forms of MLX, which keep the dtype of the tensor for readers."""
+    def keeps_dtype(self) -> bool:
+        """True for a form that is read in the dtype that the tensor had."""
         return self.kind in AFFINE or self.kind == PLUS_ONE

@@ -109,11 +109,16 @@ class Mxfp4Exponents(Scales):
 def _packed(numbers: Floats, exponents: Bytes) -> Bytes:
     """The codes [blocks, 16] of numbers [blocks, 32]."""
     quotients = np.ldexp(numbers, _BIAS - exponents.astype(np.int32)[:, None])
-    codes = e2m1(np.abs(quotients))
-    codes |= np.signbit(numbers).astype(np.uint8) << np.uint8(3)
-    pairs = codes.reshape(len(numbers), BLOCK_BYTES, 2)
+    pairs = signed_e2m1(quotients).reshape(len(numbers), BLOCK_BYTES, 2)
     low, high = pairs[:, :, 0], pairs[:, :, 1] << np.uint8(4)
     return low | high
+
+
+def signed_e2m1(numbers: Floats) -> Bytes:
+    """The 4-bit codes of numbers, one per byte. A negative zero has a code of its own."""
+    codes = e2m1(np.abs(numbers))
+    codes |= np.signbit(numbers).astype(np.uint8) << np.uint8(3)
+    return codes
 
 
 def _values(packed: Bytes, exponents: Bytes) -> Floats:

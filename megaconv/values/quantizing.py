@@ -10,6 +10,7 @@
     int4-awq           x [out / 2, in] uint8, x_scale [out, in / 128]                                 calibrated.py
     w4a8-awq           the same, and x_scale_2 []                                                     calibrated.py
     affine-4 ...       x [out, in * bits / 32] uint32, x_scale and x_bias [out, in / group]           mlx_quantizing.py
+    mlx-mxfp4 ...      x [out, in * bits / 32] uint32, x_scale [out, in / group] uint8                mlx_floats.py
     plus one           x [out]: a norm with 1 added                                                   mlx_quantizing.py
 
 A shared scale (`x_scale_2`, and the scale of fp8) is stored with one of the weights that a file fuses.
@@ -43,9 +44,10 @@ from megaconv.values.calibrated import (
     NibbleCodes,
 )
 from megaconv.values.code_tensors import Rounding
-from megaconv.values.forms import AFFINE, PLUS_ONE, Form
+from megaconv.values.forms import AFFINE, MLX_FLOATS, PLUS_ONE, Form
 from megaconv.values.fp8_blocks import LARGEST, Blocks, Fp8Scales, Fp8Values
 from megaconv.values.fp8_rows import Rows, RowScales
+from megaconv.values.mlx_floats import FloatCodes, FloatGroups, FloatScales
 from megaconv.values.mlx_quantizing import AffineCodes, AffineGroups, AffineScales, PlusOne
 from megaconv.values.nvfp4 import Fp4Scales, Fp4Values, Groups
 from megaconv.values.shared_scale import OneScale, SharedScale
@@ -199,6 +201,12 @@ def _affine(weight: Weight) -> _Made:
     yield BIAS, AffineScales(groups, of_biases=True)
 
 
+def _mlx_floats(weight: Weight) -> _Made:
+    groups = FloatGroups(weight.tensor, weight.name, MLX_FLOATS[weight.form.kind])
+    yield "", FloatCodes(groups, weight.errors)
+    yield SCALE, FloatScales(groups)
+
+
 def _plus_one(weight: Weight) -> _Made:
     yield "", PlusOne(weight.tensor, weight.errors)
 
@@ -215,6 +223,7 @@ _WRITTEN: Mapping[str, Callable[[Weight], _Made]] = {
     INT4_AWQ: _int4_awq,
     W4A8_AWQ: _w4a8_awq,
     **dict.fromkeys(AFFINE, _affine),
+    **dict.fromkeys(MLX_FLOATS, _mlx_floats),
     PLUS_ONE: _plus_one,
 }
 """Quantization -> the tensors of a weight by the suffix of their names."""

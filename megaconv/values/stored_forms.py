@@ -74,7 +74,7 @@ class StoredSource:
         for key, info in self.source.header.manifest.items():
             form = self._form(key, info.dtype)
             if form.kind != LEFT_OUT:
-                is_cast = form.is_quantized and not form.is_of_mlx
+                is_cast = form.is_quantized and not form.keeps_dtype
                 read = TensorInfo(info.shape, READ_AS) if is_cast else info
                 manifest[key] = read if form.is_quantized else stored[key]
         return replace(self.source.header, manifest=manifest)

@@ -56,6 +56,38 @@ def test_codes_come_back(name: str, tmp_path: Path) -> None:
     assert back.fingerprint == made.fingerprint
 
 
+FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+
+
+@pytest.mark.parametrize("mode", FLOATS)
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama", "qwen3_next"])
+def test_floats_come_back(mode: str, name: str, tmp_path: Path) -> None:
+    source, is_inside = write(name, tmp_path)
+    made = megaconv.convert(
+        source,
+        tmp_path / "mlx",
+        saver="mlx",
+        text_only=is_inside,
+        verify=True,
+        options={"mode": mode},
+    )
+    config = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    bits, size = FLOATS[mode]
+    assert config["quantization"] == {"group_size": size, "bits": bits, "mode": mode}
+    back = megaconv.convert(tmp_path / "mlx", tmp_path / "hf", saver="hf")
+    assert back.fingerprint == made.fingerprint
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_floats_are_read_as_bfloat16(dtype: str, llama: Path, tmp_path: Path) -> None:
+    """Codes don't say which dtype the weight had."""
+    options = {"mode": "mxfp8"}
+    made = megaconv.convert(
+        llama, tmp_path / "mlx", saver="mlx", dtype=dtype, options=options, verify=True
+    )
+    assert megaconv.fingerprint(tmp_path / "mlx") == made.fingerprint
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return write_llama(tmp_path / "model", hidden=64, ffn=128)
@@ -208,6 +240,16 @@ def test_dtypes_that_mlx_does_not_compute_with_are_refused(
             "--option group_size=16: is not supported; choose 32, 64, 128",
         ),
         (("group_size=32",), "--option group_size: is for a quantized output"),
+        (("mode=affine",), "--option mode: is for a quantized output; give --option bits=4 too"),
+        (
+            ("mode=mxfp6",),
+            "--option mode=mxfp6: is not supported; choose affine, mxfp4, mxfp8, nvfp4",
+        ),
+        (("mode=mxfp4", "bits=8"), "--option bits=8: is not supported with mode=mxfp4; choose 4"),
+        (
+            ("mode=nvfp4", "group_size=32"),
+            "--option group_size=32: is not supported with mode=nvfp4; choose 16",
+        ),
     ],
 )
 def test_unknown_options_are_refused(

@@ -4,22 +4,27 @@ tests/fixtures/mlx/groups.safetensors has one bfloat16 matrix, and for every mod
 `mlx.core.quantize` of mlx 0.32.4 made of it, with the values of `mlx.core.dequantize` in float32.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from formats import safetensors
-from formats.tensor import Box, LazyTensor, read_tensor
+from formats.tensor import Box, Bytes, LazyTensor, read_tensor
 from megaconv.errors import NotExpressible
 from megaconv.values.code_tensors import Rounding
+from megaconv.values.mlx_floats import FloatCodes, FloatGroups, FloatScales
 from megaconv.values.mlx_groups import GroupedTensor, Grouping, unpacked
 from megaconv.values.mlx_quantizing import AffineCodes, AffineGroups, AffineScales, packed
+from megaconv.values.rounding import exact
 from tests.conftest import FIXTURES
 
 BITS = (2, 3, 4, 5, 6, 8)
 AFFINE = [f"affine-{bits}-{size}" for bits in BITS for size in (32, 64, 128)]
-FORMS = (*AFFINE, "mxfp4-4-32", "mxfp8-8-32", "nvfp4-4-16")
+FLOATS = ("mxfp4-4-32", "mxfp8-8-32", "nvfp4-4-16")
+FORMS = (*AFFINE, *FLOATS)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,55 @@ def test_codes_scales_and_biases_are_those_of_mlx(form: str, stored: dict[str, L
         assert np.array_equal(read_tensor(tensor), read_tensor(expected)), part
 
 
+@pytest.mark.parametrize("form", FLOATS)
+def test_floats_are_those_of_mlx_except_for_ties(form: str, stored: dict[str, LazyTensor]) -> None:
+    """The fixture was made on a CPU, where MLX rounds ties towards zero, and has the scale 1 for zeros.
+
+    On a GPU it rounds them to even, and has the smallest scale.
+    """
+    groups = FloatGroups(stored["weight"], "w", form.partition("-")[0])
+    words, scales = FloatCodes(groups, Rounding()), FloatScales(groups)
+    made = {**stored, f"{form}.words": words, f"{form}.scales": scales}
+    found, expected = (read_tensor(plain(each, form)).view(np.float32) for each in (made, stored))
+    weight = exact(read_tensor(stored["weight"]).reshape(-1), "bfloat16").reshape(4, -1)
+    is_zero = ~weight.reshape(*scales.shape, -1).any(-1)
+    of_mlx = read_tensor(stored[f"{form}.scales"])
+    assert (is_zero | (read_tensor(scales) == of_mlx)).all()
+    is_tied = np.abs(found - weight) == np.abs(expected - weight)
+    assert ((found == expected) | is_tied).all()
+    assert (found == expected).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "largest", "scale"),
+    [
+        ("mxfp4", 32, 6.0, 127),
+        ("mxfp4", 32, 6.01, 128),
+        ("mxfp4", 32, 3.0, 126),
+        ("mxfp4", 32, 0.0, 0),
+        ("mxfp4", 32, 1e-45, 0),
+        ("mxfp8", 32, 448.0, 127),
+        ("mxfp8", 32, 449.0, 128),
+        ("nvfp4", 16, 6.0, 0x38),
+        ("nvfp4", 16, 0.0, 0),
+        ("nvfp4", 16, 1e30, 0x7E),
+    ],
+)
+def test_scales_of_floats(mode: str, size: int, largest: float, scale: int) -> None:
+    """MLX stores exponents + 127, and for nvfp4 float8_e4m3fn: 0x38 is 1, 0x7E is 448."""
+    numbers = np.zeros((1, size), np.float32)
+    numbers[0, 3] = -largest
+    groups = FloatGroups(Stored(numbers), "w", mode)
+    assert read_tensor(FloatScales(groups)).tolist() == [[scale]]
+
+
+def test_ties_of_floats_go_to_the_even_code() -> None:
+    numbers = [6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75]
+    groups = FloatGroups(Stored(np.array([numbers + [0] * 22], np.float32)), "w", "mxfp4")
+    codes = unpacked(read_tensor(FloatCodes(groups, Rounding())), 4)
+    assert codes[0, :10].tolist() == [7, 0, 2, 2, 4, 4, 6, 6, 8, 10]
+
+
 @pytest.mark.parametrize("form", AFFINE)
 def test_fingerprints_are_of_the_values_that_are_read(
     form: str, stored: dict[str, LazyTensor]
@@ -96,15 +150,28 @@ def test_packed_codes_come_back(data: st.DataObject) -> None:
     assert np.array_equal(unpacked(made, bits), matrix)
 
 
-def test_a_value_that_is_not_finite_is_refused(stored: dict[str, LazyTensor]) -> None:
-    class WithInfinity:
-        shape, dtype = (1, 32), "float32"
+@dataclass(frozen=True)
+class Stored:
+    """A matrix in memory."""
 
-        def read_into(
-            self, box: Box, out: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
-        ) -> None:
-            np.copyto(out, np.full((1, box.cols), np.inf, np.float32).view(np.uint8))
+    numbers: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]"
+    dtype: str = "float32"
 
-    codes = AffineCodes(AffineGroups(WithInfinity(), "layers.0.x", 4, 32), Rounding())
-    with pytest.raises(NotExpressible, match=r"layers\.0\.x: holds values that are not finite"):
-        read_tensor(codes)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.numbers.shape
+
+    def read_into(self, box: Box, out: Bytes) -> None:
+        wanted = self.numbers[box.row0 : box.row1, box.col0 : box.col1]
+        np.copyto(out, np.ascontiguousarray(wanted).view(np.uint8))
+
+
+def test_a_value_that_is_not_finite_is_refused() -> None:
+    infinite = Stored(np.full((1, 32), np.inf, np.float32))
+    name = "layers.0.x"
+    for codes in (
+        AffineCodes(AffineGroups(infinite, name, 4, 32), Rounding()),
+        FloatCodes(FloatGroups(infinite, name, "mxfp8"), Rounding()),
+    ):
+        with pytest.raises(NotExpressible, match=r"layers\.0\.x: holds values that are not finite"):
+            read_tensor(codes)
