@@ -40,6 +40,25 @@ def errors_reported() -> Iterator[None]:
         _end("wrong-usage", usage.format_message())
 
 
+GO_ON = "the same command continues from here (--resume)"
+NOTHING_LEFT = "nothing was left behind; with --resume, a run keeps its finished work, and the same command continues"
+
+
+@contextmanager
+def how_to_continue(*, resume: bool) -> Iterator[None]:
+    """Add to an interruption how the command continues. A message about a complete output stays.
+
+    resume: True if the run keeps its finished work.
+    """
+    try:
+        yield
+    except (Interrupted, RuntimeError) as error:
+        if not is_interruption(error):
+            raise
+        complete = str(error) if isinstance(error, Interrupted) else ""
+        raise Interrupted(complete or (GO_ON if resume else NOTHING_LEFT)) from None
+
+
 def _in_plain_words(message: str) -> str:
     """Typer's message, with a kind of number in place of the name of a type: `'two' is not a valid int range`."""
     numbers = {"int": "a whole number", "float": "a number"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaconv.commands.cli.convert import NOTHING_LEFT
+from megaconv.commands.endings import NOTHING_LEFT
 from tests.models import write_llama
 from tests.runs import MAIN, Outcome, finish, run, start, write_old_output
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megaconv.commands.endings import GO_ON, NOTHING_LEFT
 from megaconv.patches import making
 from tests.forks import start
 from tests.models import write_llama
@@ -81,6 +82,26 @@ def test_a_killed_delta_goes_on_behind_its_finished_tensors(
     assert len(computed) == 39 - 20
     assert snapshot(tmp_path / "patch") == snapshot(models[2])
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "is_kept"),
+    [(["--resume"], GO_ON, True), ([], NOTHING_LEFT, False)],
+    ids=["resume", "plain"],
+)
+def test_an_interrupted_delta_says_what_it_keeps(
+    models: tuple[Path, Path, Path],
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    is_kept: bool,
+) -> None:
+    old, new, _ = models
+    words = ("delta", old, new, "--save-dir", tmp_path / "patch", *options)
+    interrupted = DIES_IN_DELTA.replace("os._exit(9)", "os.kill(os.getpid(), 15)")
+    outcome = finish(start(*words, before=interrupted))
+    assert (outcome.status, outcome.err) == (130, f"megaconv: interrupted; {message}\n")
+    assert (tmp_path / ".patch.megaconv-partial").exists() == is_kept
 
 
 def cut(data: bytearray, place: int) -> bytearray:

@@ -7,6 +7,7 @@ import typer
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.convert import Request, run
 from megaconv.commands.cli.parameters import command
+from megaconv.commands.endings import how_to_continue
 from megaconv.options import ConvertOptions
 
 Patches = Annotated[
@@ -43,7 +44,8 @@ def apply(
     from megaconv.commands.progress import Progress
     from megaconv.patches.applying import prepare
 
-    with Progress("checking the base", shown=not quiet) as progress:
+    explained = how_to_continue(resume=options.resume)
+    with explained, Progress("checking the base", shown=not quiet) as progress:
         found = prepare(old, patches, saver, options, progress.advance)
     run(
         Request(

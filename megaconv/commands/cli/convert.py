@@ -9,9 +9,8 @@ from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import GroupedCommand, print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.commands.cli.push import print_push
-from megaconv.commands.endings import say
+from megaconv.commands.endings import how_to_continue, say
 from megaconv.commands.process import ignore_signals
-from megaconv.errors import Interrupted, is_interruption
 from megaconv.options import ConvertOptions
 from megaconv.terminal import show
 
@@ -104,10 +103,6 @@ def _require_access(repository: str) -> None:
     require_token(repository)
 
 
-GO_ON = "the same command continues from here (--resume)"
-NOTHING_LEFT = "nothing was left behind; with --resume, a run keeps its finished work, and the same command continues"
-
-
 def _push(save_dir: str, repository: str) -> Any:
     from megaconv.commands.process import heed_signals
     from megaconv.commands.push import push as run
@@ -115,11 +110,6 @@ def _push(save_dir: str, repository: str) -> Any:
 
     heed_signals()
     return run(save_dir, repository, PushOptions(as_is=True))
-
-
-def _complete(error: BaseException) -> str:
-    """The note on the output for an interruption that came after its completion."""
-    return str(error) if isinstance(error, Interrupted) else ""
 
 
 def _convert(request: Request, ranks: Any) -> None:
@@ -155,21 +145,16 @@ def _converted(request: Request, ranks: Any) -> Any:
         progress.expect(report.header.nbytes)
 
     options = request.options
-    try:
-        with progress:
-            return run(
-                request.load_dir,
-                request.save_dir,
-                request.saver,
-                options,
-                progress.advance,
-                ranks,
-                planned,
-            )
-    except (Interrupted, RuntimeError) as error:
-        if not is_interruption(error):
-            raise
-        raise Interrupted(_complete(error) or (GO_ON if options.resume else NOTHING_LEFT)) from None
+    with how_to_continue(resume=options.resume), progress:
+        return run(
+            request.load_dir,
+            request.save_dir,
+            request.saver,
+            options,
+            progress.advance,
+            ranks,
+            planned,
+        )
 
 
 def _print_summary(save_dir: str, report: Any) -> None:

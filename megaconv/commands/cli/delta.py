@@ -1,5 +1,6 @@
 """`megaconv delta`."""
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,7 +9,7 @@ from formats.wording import counted
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
-from megaconv.commands.endings import say
+from megaconv.commands.endings import how_to_continue, say
 from megaconv.options import ConvertOptions
 from megaconv.terminal import show
 
@@ -49,7 +50,9 @@ def delta(
     from megaconv.patches.between import Watcher, make_between
     from megaconv.patches.sparse import SparseReport
 
-    with Progress("comparing", shown=not quiet) as progress:
+    # A sparse update can't be resumed.
+    explained = nullcontext() if sparse else how_to_continue(resume=options.resume)
+    with explained, Progress("comparing", shown=not quiet) as progress:
         watcher = Watcher(progress.expect, progress.advance)
         report = make_between(old, new, save_dir, options, sparse, watcher)
     if isinstance(report, SparseReport):
