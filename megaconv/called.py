@@ -66,13 +66,16 @@ def require_type(where: str, value: object, hint: Any) -> None:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """True if a value fits a type hint. Only a sequence's type arguments are checked, not those of other generic types.
+    """True if a value fits a type hint. Type arguments are checked for sequences and mappings, not for other types.
 
     A bool doesn't count as a number, and text doesn't count as a sequence.
     """
     origin = get_origin(hint)
     if origin is Sequence and isinstance(value, (list, tuple)):
         return all(_fits(each, get_args(hint)[0]) for each in value)
+    if origin is Mapping and isinstance(value, Mapping):
+        of_keys, of_values = get_args(hint)
+        return all(_fits(key, of_keys) and _fits(each, of_values) for key, each in value.items())
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in get_args(hint))
     if hint is Any:

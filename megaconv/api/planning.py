@@ -12,6 +12,7 @@ from megaconv.commands.layouts import Layouts, layouts
 from megaconv.commands.searched_layouts import layouts_for_serving, layouts_for_training
 from megaconv.commands.served_layouts import ServedLayouts
 from megaconv.errors import UsageError
+from megaconv.model.ceilings import COUNT
 from megaconv.model.ir import Header
 from megaconv.options import LoadOptions
 from megaconv.options.option import built
@@ -151,11 +152,11 @@ def plan_serving(
 
 
 def _header(path: str | Path, loader: str | None, given: Mapping[str, Any]) -> Header:
-    """The model's description. given: a function's arguments by name. Raises UsageError for a count below 1."""
+    """The model's description. given: a function's arguments by name. Raises UsageError for a count out of range."""
     for name in (*_COUNTS, *_SIZES):
         count = given.get(name)
-        if count is not None and count < 1:
-            raise UsageError(f"{name}={count}: expected 1 or more")
+        if count is not None and not 1 <= count <= COUNT:
+            raise UsageError(f"{name}={count}: expected 1 to {COUNT:,}")
     read = replace(built(LoadOptions, "plan", given), optimizer=False)
     return inspect(path, read, loader, check_source=False).header
 

@@ -13,6 +13,7 @@ from megaconv.commands.hub_commit import PushReport
 from megaconv.commands.sealing import Seal
 from megaconv.engine import conversion
 from megaconv.engine.report import Report
+from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, SealOptions, require_workers
 from megaconv.options.option import built
 from megaconv.options.values import adapter_choices
@@ -161,6 +162,8 @@ def merge(
     """
     asked = built(ConvertOptions, "merge", locals())
     words = [adapters] if isinstance(adapters, (str, Path)) else adapters
+    if not words:
+        raise UsageError("merge(adapters=[]): expected one adapter or more")
     return _convert(
         base, save_dir, saver, replace(asked, adapters=adapter_choices(words)), dry_run, progress
     )
@@ -198,7 +201,7 @@ def delta(
 @checked
 def apply(
     old: str | Path,
-    patches: str | Sequence[str],
+    patches: str | Path | Sequence[str | Path],
     save_dir: str | Path,
     *,
     saver: str | None = None,
@@ -214,8 +217,10 @@ def apply(
     Raises megaconv.errors.CheckpointError: ModelsDiffer for another base, CorruptCheckpoint for a damaged patch.
     """
     asked = built(ConvertOptions, "apply", locals())
-    listed = [patches] if isinstance(patches, str) else list(patches)
-    found = applying.prepare(str(old), listed, saver, asked)
+    listed = [patches] if isinstance(patches, (str, Path)) else patches
+    if not listed:
+        raise UsageError("apply(patches=[]): expected one patch or more")
+    found = applying.prepare(old, listed, saver, asked)
     return conversion.convert(found.load_dir, save_dir, found.saver, found.options)
 
 

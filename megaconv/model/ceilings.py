@@ -23,6 +23,8 @@ VOCABULARY = 1 << 28
 """Tokens of a vocabulary. The largest vocabularies have a million tokens."""
 POSITIONS = 1 << 40
 """Positions. Published models have up to ten million."""
+COUNT = 10**9
+"""GPUs, sequences and tokens of a planned run. A step has up to 10^5 sequences, a sequence up to 10^7 tokens."""
 RANKS = 65_536
 """Ranks along one kind of parallelism. The largest runs have some ten thousand devices in all."""
 ITERATION = 10**12

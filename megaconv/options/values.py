@@ -77,10 +77,10 @@ def byte_size(text: str | int, option: str = "") -> int:
         if text < 1:
             raise UsageError(f"{option}{text}: expected 1 byte or more")
         return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?I?)B?\s*", text.upper())
     if not match or match[2] not in _UNITS or not float(match[1]):
         raise UsageError(
-            f"{option}{text!r} is not a size; write a number with a unit, such as 256MiB or 5GB"
+            f"{option}{text!r:.80} is not a size; write a number with a unit, such as 256MiB or 5GB"
         )
     size = int(float(match[1]) * _UNITS[match[2]])
     if size < _LEAST_BYTES:
@@ -97,12 +97,21 @@ def numbers(text: str | Iterable[int]) -> tuple[int, ...]:
     Raises UsageError for other text, TypeError for a value that isn't an integer.
     """
     if not isinstance(text, str):
-        return tuple(map(index, text))
-    if not re.fullmatch(r"\d+(,\d+)*", text.replace(" ", "")):
+        return tuple(map(_whole, text))
+    if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text.replace(" ", "")):
         raise UsageError(
-            f"{text!r}: write the layers of each stage separated by commas, such as 3,5,5,3"
+            f"{text!r:.80}: write the layers of each stage separated by commas, such as 3,5,5,3"
         )
     return tuple(int(word) for word in text.replace(" ", "").split(","))
+
+
+def _whole(value: Any) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(
+            f"layer_split holds {value!r:.80}: expected int, found {type(value).__name__}"
+        ) from None
 
 
 def pairs(words: Iterable[str] | Mapping[str, str]) -> dict[str, str]:

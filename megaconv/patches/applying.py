@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from megaconv import registry
 from megaconv.commands.same_format import as_stored
@@ -25,8 +26,8 @@ class Application:
 
 
 def prepare(
-    old: str,
-    patches: Sequence[str],
+    old: str | Path,
+    patches: Sequence[str | Path],
     saver: str | None,
     options: ConvertOptions,
     advance: Callable[[int], None] = lambda count: None,
@@ -44,7 +45,7 @@ def prepare(
     read = opened[0].options
     found = find_input(old, options.loader, read)
     source = open_source(found, read)
-    opened[0].require_base(fingerprint_source(source, workers_of(options), advance), old)
+    opened[0].require_base(fingerprint_source(source, workers_of(options), advance), str(old))
     extra = dict(options.load.extra) | {
         "base": str(found.place),
         "earlier": os.pathsep.join(str(patch.path) for patch in opened[:-1]),

@@ -45,7 +45,7 @@ from formats.tensor import (
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.errors import ModelsDiffer, UnknownFormat, UsageError
-from megaconv.hub import resolve
+from megaconv.hub import nothing_at, resolve
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.own_names import OwnNames
@@ -133,13 +133,15 @@ def is_patch(path: Path) -> bool:
     return (path / INDEX).is_file() and (path / BLOCKS).is_file()
 
 
-def patch_at(place: str) -> Path:
+def patch_at(place: str | Path) -> Path:
     """The local path of a patch; a patch in a store becomes a directory of stand-ins. Raises UsageError for other URIs."""
     path = resolve(place)
     if isinstance(path, str):
         raise UsageError(
             f"{place}: is no place of a patch; expected a directory, or a URI of a store"
         )
+    if not path.exists():
+        raise nothing_at(path)
     return path
 
 

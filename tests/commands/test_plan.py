@@ -282,8 +282,8 @@ def test_python_plans_what_the_command_plans(llama: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpus": 0}, "gpus=0: expected 1 or more"),
-        ({"gpus": 2, "micro_batch_size": 0}, "micro_batch_size=0: expected 1 or more"),
+        ({"gpus": 0}, "gpus=0: expected 1 to 1,000,000,000"),
+        ({"gpus": 2, "micro_batch_size": 0}, "micro_batch_size=0: expected 1 to 1,000,000,000"),
         ({"gpus": 2, "moe_token_dispatcher_type": "ring"}, "expected alltoall or flex"),
         ({"gpus": 2, "gpu": "abacus"}, "abacus is unknown"),
     ],

@@ -218,13 +218,26 @@ def test_an_unknown_saver_is_refused_with_the_known_ones(model: Path) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [["--tp", "0"], ["--tp", "two"], ["--workers", "-1"], ["--no-such-option"], ["--vpp"]],
+    [
+        *(["--tp", "0"], ["--tp", "two"], ["--workers", "-1"], ["--no-such-option"], ["--vpp"]),
+        ["--max-memory", "9" * 400],
+        ["--max-shard-size", "9" * 400 + "GiB"],
+        ["--layer-split", "9" * 5000],
+    ],
+    ids=lambda words: words[0] + words[-1][:4],
 )
 def test_options_that_are_no_options_end_with_status_2(model: Path, options: list[str]) -> None:
     with unchanged(model.parent):
         outcome = convert(model, *options)
     assert (outcome.status, outcome.out) == (2, "")
     assert options[0] in outcome.err
+
+
+def test_a_plan_of_more_than_any_run_has_is_refused(model: Path) -> None:
+    for option in ("--seq-length", "--global-batch-size", "--gpus"):
+        outcome = run("plan", model, "--gpus", 8, option, "9" * 400)
+        assert (outcome.status, outcome.out) == (2, "")
+        assert option in outcome.err
 
 
 def test_two_models_that_differ_end_with_status_4(model: Path, tmp_path: Path) -> None:

@@ -317,6 +317,14 @@ def test_an_unknown_option_is_a_type_error(hf: Path, tmp_path: Path) -> None:
             r"convert\(\): missing a required (keyword-only )?argument: 'saver'",
         ),
         (lambda: megaconv.diff("a", "b", tolerance=True), r"expected float, found bool"),
+        (
+            lambda: megaconv.convert("a", "b", saver="mlx", options={"bits": 4}),
+            r"expected Mapping\[str, str\] \| None, found dict",
+        ),
+        (
+            lambda: megaconv.convert("a", "b", saver="core", pp=2, layer_split=[1, 2.5]),
+            r"layer_split holds 2\.5: expected int, found float",
+        ),
     ],
 )
 def test_an_argument_of_another_type_is_named_with_what_was_expected(call: Any, words: str) -> None:
@@ -382,6 +390,30 @@ def test_a_number_that_no_option_can_be_is_refused(
     with pytest.raises(UsageError, match=re.escape(words)):
         megaconv.convert(hf, tmp_path / "out", saver="core", **options)
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_to_merge_or_to_apply_is_refused(hf: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected one adapter or more"):
+        megaconv.merge(hf, [], tmp_path / "out")
+    with pytest.raises(UsageError, match="expected one patch or more"):
+        megaconv.apply(hf, [], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_patch_may_be_a_path(hf: Path, tmp_path: Path) -> None:
+    megaconv.delta(hf, hf, tmp_path / "patch")
+    for number, patches in enumerate([tmp_path / "patch", [tmp_path / "patch"]]):
+        report = megaconv.apply(hf, patches, tmp_path / str(number))
+        assert report.fingerprint == megaconv.fingerprint(hf)
+    with pytest.raises(CheckpointError, match="no such file or directory") as caught:
+        megaconv.apply(hf, tmp_path / "nothing", tmp_path / "out")
+    assert caught.value.code == "no-such-input"
+
+
+def test_a_plan_of_a_count_out_of_range_is_refused(hf: Path) -> None:
+    for count in (0, 10**10):
+        with pytest.raises(UsageError, match=f"seq_length={count}: expected 1 to 1,000,000,000"):
+            megaconv.plan_training(hf, gpus=8, seq_length=count)
 
 
 @pytest.mark.parametrize("value", [-1, 1025])

@@ -12,6 +12,7 @@ from megaconv.commands.cli.parameters import command
 from megaconv.commands.units import readable
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path, require_page
+from megaconv.model.ceilings import COUNT
 from megaconv.options import LoadOptions
 from megaconv.planning.gpus import DEFAULT_GPU
 from megaconv.terminal import show
@@ -34,7 +35,7 @@ _OF_EXPERTS = {"ep": "--ep", "etp": "--etp"}
 
 def _size(flag: str, what: str) -> typer.models.OptionInfo:
     option: typer.models.OptionInfo = typer.Option(
-        flag, min=1, help=f"Only layouts with this {what}."
+        flag, min=1, max=COUNT, help=f"Only layouts with this {what}."
     )
     return option
 
@@ -48,7 +49,10 @@ def plan(
     gpus: Annotated[
         int | None,
         typer.Option(
-            "--gpus", min=1, help="GPUs of the run; as few as hold the model once by default."
+            "--gpus",
+            min=1,
+            max=COUNT,
+            help="GPUs of the run; as few as hold the model once by default.",
         ),
     ] = None,
     gpu: Annotated[
@@ -60,10 +64,11 @@ def plan(
         typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, such as 80GiB."),
     ] = None,
     seq_length: Annotated[
-        int | None, typer.Option("--seq-length", min=1, help="Tokens of a sequence.")
+        int | None, typer.Option("--seq-length", min=1, max=COUNT, help="Tokens of a sequence.")
     ] = None,
     global_batch_size: Annotated[
-        int | None, typer.Option("--global-batch-size", min=1, help="Sequences of a step.")
+        int | None,
+        typer.Option("--global-batch-size", min=1, max=COUNT, help="Sequences of a step."),
     ] = None,
     purpose: Annotated[
         Purpose,
