@@ -76,6 +76,7 @@ def _refuse_more_than_pairs(adapter: Adapter) -> None:
     """Raise NotExpressible for parts of an adapter that are not pairs of matrices of a module."""
     found = {
         "whole tensors": bool(adapter.replaced),
+        "rows of single tokens": bool(adapter.tokens),
         "lora_bias": any(module.bias is not None for module in adapter.modules),
         "an adapter of the embedding": any(module.embedding for module in adapter.modules),
     }

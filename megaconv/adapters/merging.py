@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,8 @@ class MergedSource:
     merged: Sequence[Merged]
     overflow: bool = False
     """True to accept weights that become infinite."""
+    tokenizer: Mapping[str, Path] = field(default_factory=dict)
+    """Files of the tokenizer beside the adapter `resized_by`, which replace the base's."""
 
     @property
     def config(self) -> ModelConfig:
@@ -88,7 +90,9 @@ class MergedSource:
         They include a head that an adapter unties from the embedding.
         """
         names = {
-            name for each in self.merged for name in (*each.changes.deltas, *each.changes.replaced)
+            name
+            for each in self.merged
+            for name in (*each.changes.deltas, *each.changes.replaced, *each.changes.tokens)
         }
         return frozenset(map(Key, names)) | (
             self.header.manifest.keys() - self.source.header.manifest.keys()
@@ -102,14 +106,33 @@ class MergedSource:
         }
         shifts = {key: shift for key, shift in header.shifts.items() if key not in replaced}
         shifts |= {key: shift_of(tensor) for key, tensor in replaced.items() if shift_of(tensor)}
-        return replace(header, config=self.config, manifest=self._manifest(header), shifts=shifts)
+        return replace(
+            header,
+            config=self.config,
+            manifest=self._manifest(header),
+            shifts=shifts,
+            files={**header.files, **self.tokenizer},
+        )
+
+    @property
+    def resized_by(self) -> Path | None:
+        """The directory of the last adapter that changes the number of tokens; None if there is none."""
+        vocab, found = self.source.header.config.vocab, None
+        for each in self.merged:
+            found = each.adapter.directory if each.changes.config.vocab != vocab else found
+            vocab = each.changes.config.vocab
+        return found
 
     def _manifest(self, header: Header) -> Mapping[Key, TensorInfo]:
-        if self.config.tie_embeddings == header.config.tie_embeddings:
+        is_tied_as_before = self.config.tie_embeddings == header.config.tie_embeddings
+        if is_tied_as_before and self.config.vocab == header.config.vocab:
             return header.manifest
-        names = canonical_shapes(family(self.config.family).rows, self.config)
+        shapes = canonical_shapes(family(self.config.family).rows, self.config)
         tied = header.manifest[Key("embed.weight")]
-        return {Key(name): header.manifest.get(Key(name), tied) for name in names}
+        return {
+            Key(name): header.manifest.get(Key(name), tied)._replace(shape=shape)
+            for name, shape in shapes.items()
+        }
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         found = dict(self.source.tensors())
@@ -125,9 +148,21 @@ class MergedSource:
         found = [each.summary for each in self.merged]
         if untied:
             found.append("head and embedding are no longer tied: the adapter changes one of them")
+        found += self._notices_of_vocabulary()
         if (self.source.header.config.hf or {}).get("quantization_config"):
             found.append("the base is quantized: adapters are merged into its dequantized weights")
         return tuple(found)
+
+    def _notices_of_vocabulary(self) -> list[str]:
+        before, after = self.source.header.config.vocab, self.config.vocab
+        if before == after:
+            return []
+        tokenizer = (
+            "the tokenizer is the adapter's"
+            if self.tokenizer
+            else "the adapter's directory has no tokenizer, so copy the one of the training to the output"
+        )
+        return [f"the vocabulary has {after} tokens instead of {before}; {tokenizer}"]
 
 
 def _changed(name: str, tensor: LazyTensor, changes: Changes, overflow: bool) -> LazyTensor:
@@ -135,7 +170,10 @@ def _changed(name: str, tensor: LazyTensor, changes: Changes, overflow: bool) ->
         own = changes.replaced[name]
         tensor = own if own.dtype == tensor.dtype else CastTensor(own, tensor.dtype, name, overflow)
     change = changes.deltas.get(name)
-    return tensor if change is None else MergedTensor(tensor, change, name, overflow)
+    if change is not None:
+        tensor = MergedTensor(tensor, change, name, overflow)
+    rows = changes.tokens.get(name)
+    return tensor if rows is None else rows.put_into(tensor, name, overflow=overflow)
 
 
 def merge(

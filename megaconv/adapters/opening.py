@@ -41,7 +41,7 @@ def open_adapter(directory: Path) -> Adapter:
 
 def _require_numbers(adapter: Adapter) -> None:
     """Raise TensorMismatch for an adapter without tensors, and for matrices and vectors that aren't floating-point."""
-    if not adapter.modules and not adapter.replaced:
+    if not adapter.modules and not adapter.replaced and not adapter.tokens:
         raise TensorMismatch(
             f"{adapter.weights}: holds no tensors; copy the adapter again", code="missing-tensor"
         )

@@ -3,9 +3,12 @@
     base_model.model.<module>.lora_A.weight       [r, in]; lora_B.weight [out, r], lora_B.bias [out]
     base_model.model.<module>.lora_embedding_A    [r, vocabulary]; lora_embedding_B [hidden, r]
     base_model.model.<module>.lora_magnitude_vector   [out], of DoRA
+    base_model.model.<module>.token_adapter.trainable_tokens_delta   [tokens, hidden], rows of trainable_token_indices
     base_model.model.<anything else>              replaces the model's tensor of this name (modules_to_save, trained biases)
 
 A module's path may contain `base_layer`: if peft wrapped a module twice, and before the tensors of the wrapped module.
+If the vocabulary was resized, peft stores embedding and head whole, under up to three names: <module>.weight, the same as
+<module>.modules_to_save.weight, and <module>.original_module.weight before the training.
 Source: peft 0.21.2, tuners/lora and utils/save_and_load.py.
 """
 
@@ -33,9 +36,15 @@ _PARTS = {
 }  # fmt: skip
 """Suffix of a tensor's name -> the part of a module's adapter."""
 
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+_WRAPPERS = re.compile(r"\.(base_layer|token_adapter|modules_to_save)(?=\.)")
+"""Parts of the names of whole tensors that peft's wrappers add."""
+_UNTRAINED = ".original_module."
+"""Part of the names of whole tensors as they were before the training."""
+
 _READ = frozenset((
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_parameters"),
-    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path", "lora_dropout"),
+    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path", "lora_dropout", "trainable_token_indices"),
 ))  # fmt: skip
 _HARMLESS = frozenset((
     # The tensors show these: which modules have an adapter, which tensors are replaced.
@@ -72,8 +81,19 @@ class AdapterConfig:
     """True if head and embedding stay tied when the embedding has an adapter."""
     base: str = ""
     """The model that the adapter was trained on, for messages."""
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Module -> tokens whose rows were trained alone. The module `""` stands for all modules."""
     dropout: float = 0.0
     """The dropout of the training. It is copied to the output."""
+
+    def tokens_of(self, module: str) -> tuple[int, ...]:
+        """The tokens of a module's trained rows; empty if there are none."""
+        named = (
+            tokens
+            for name, tokens in self.tokens.items()
+            if name and f".{module}".endswith(f".{name}")
+        )
+        return next(named, self.tokens.get("", ()))
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.ranks, module, self.rank))
@@ -132,6 +152,8 @@ class Adapter:
     replaced: Mapping[str, LazyTensor]
     """The tensors that replace the model's tensors, by name."""
     weights: Path
+    tokens: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """New rows of an embedding or a head for single tokens, by the name of the whole tensor."""
 
 
 def adapter_directory(path: Path) -> Path:
@@ -154,14 +176,23 @@ def open_peft_adapter(directory: Path, config: AdapterConfig) -> Adapter:
             code="missing-file",
         )
     weights = present[0]
-    modules, replaced = _sorted_out(read_file(weights), str(weights))
+    tensors = read_file(weights)
+    tokens = {name: each for name, each in tensors.items() if name.endswith(_TOKENS)}
+    others = {name: each for name, each in tensors.items() if name not in tokens}
+    modules, replaced = _sorted_out(others, str(weights))
     return Adapter(
         directory=directory,
         config=config,
         modules=modules,
         replaced=replaced,
         weights=weights,
+        tokens={_of_tokens(name): each for name, each in tokens.items()},
     )
+
+
+def _of_tokens(name: str) -> str:
+    """The name of the whole tensor with some trained rows."""
+    return name.removeprefix(PREFIX).removesuffix(_TOKENS) + ".weight"
 
 
 def peft_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
@@ -181,6 +212,7 @@ def peft_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             _names(raw, "target_parameters"),
             _flag(raw, "ensure_weight_tying"),
             _text(raw, "base_model_name_or_path"),
+            _tokens(raw.get("trainable_token_indices")),
             _dropout(raw.get("lora_dropout") or 0.0),
         )
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
@@ -247,6 +279,15 @@ def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _tokens(value: Any) -> dict[str, tuple[int, ...]]:
+    """trainable_token_indices by module. A list counts for each module that has trained rows."""
+    by_module = value if isinstance(value, dict) else {"": value or []}
+    for tokens in by_module.values():
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise ValueError(f"trainable_token_indices {value!r:.80} is no list of tokens")
+    return {module: tuple(tokens) for module, tokens in by_module.items()}
+
+
 def _patterns(raw: Mapping[str, Any], key: str) -> Iterable[tuple[str, Any]]:
     """The patterns of a key with their values. Raises ValueError for patterns that could take too long.
 
@@ -294,8 +335,8 @@ def _sorted_out(
             raise UnsupportedInput(
                 f"{where}: {name} is a kind of adapter tensor that is not supported"
             )
-        else:
-            replaced[rest.replace(".base_layer.", ".")] = tensor
+        elif _UNTRAINED not in rest:
+            replaced[_WRAPPERS.sub("", rest)] = tensor
     for module, held in parts.items():
         if not {"a", "b"} <= held.keys():
             raise TensorMismatch(

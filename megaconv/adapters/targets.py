@@ -13,6 +13,7 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.adapters.file_paths import FilePaths
 from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
 from megaconv.adapters.peft_files import Adapter, AdapterConfig, ModuleAdapter, module_path
+from megaconv.adapters.vocabulary import TokenRows, resized, token_rows
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family
 from megaconv.model.assembled import Placed, assemble
@@ -35,6 +36,8 @@ class Changes:
     deltas: dict[str, Change] = field(default_factory=dict)
     replaced: dict[str, LazyTensor] = field(default_factory=dict)
     """Whole replaced tensors, in the adapter's dtype."""
+    tokens: dict[str, TokenRows] = field(default_factory=dict)
+    """New rows of single tokens."""
 
 
 def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelConfig) -> Changes:
@@ -42,12 +45,16 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
 
     Raises TensorMismatch for an adapter of another model, NotExpressible for a change that can't be merged.
     """
+    adapter, config = resized(adapter, family, config)
     names = _Names(family, _untied(adapter, family, config), str(adapter.weights))
     found = Changes(names.config)
     for name, tensor in adapter.replaced.items():
         found.replaced |= names.canonical(names.native(name), tensor)
-    if weight != 1 and found.replaced:
-        first_names = ", ".join(sorted(adapter.replaced)[:3])
+    for name, tensor in adapter.tokens.items():
+        (canonical,) = names.native(name).parts
+        found.tokens[canonical] = token_rows(adapter, name, tensor, names.config)
+    if weight != 1 and (found.replaced or found.tokens):
+        first_names = ", ".join(sorted({*adapter.replaced, *adapter.tokens})[:3])
         raise NotExpressible(
             f"{adapter.weights}: holds whole tensors ({first_names}), which have no weight; "
             "give the adapter without one"

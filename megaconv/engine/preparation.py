@@ -22,7 +22,12 @@ from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_aga
 from megaconv.engine.record import record_json
 from megaconv.engine.refusals import refuse_options, refuse_source
 from megaconv.engine.report import Report
-from megaconv.engine.sidecars import SIDECAR_DIRECTORY, code_left_out, modules_left_out
+from megaconv.engine.sidecars import (
+    SIDECAR_DIRECTORY,
+    code_left_out,
+    find_sidecars,
+    modules_left_out,
+)
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.engine.stream import as_lazy
 from megaconv.engine.without_retrieval import without_retrieval
@@ -288,18 +293,27 @@ def _merged_and_cast(
     if not options.adapters:
         return (source if cast is None else CastSource(source, cast, overflow)), None
     from megaconv.adapters.low_rank import FLOATS
-    from megaconv.adapters.merging import merge
 
     if cast is None:
-        merged = merge(source, options.adapters, overflow=overflow)
+        merged = _merged(source, options)
         return merged, merged
     # Tensors of a model may differ: MXFP4 is read in the requested dtype, and other weights have their own.
     dtypes = {info.dtype for info in source.header.manifest.values()} & set(FLOATS)
     if any(ITEMSIZE[cast] > ITEMSIZE[dtype] for dtype in dtypes):
-        merged = merge(CastSource(source, cast, overflow), options.adapters, overflow=overflow)
+        merged = _merged(CastSource(source, cast, overflow), options)
         return merged, merged
-    merged = merge(source, options.adapters, overflow=overflow)
+    merged = _merged(source, options)
     return CastSource(merged, cast, overflow), merged
+
+
+def _merged(source: Source, options: ConvertOptions) -> "MergedSource":
+    """The source with its adapters, and the tokenizer of an adapter with another number of tokens."""
+    from megaconv.adapters.merging import merge
+
+    overflow = "overflow" in options.save.allow_lossy
+    merged = merge(source, options.adapters, overflow=overflow)
+    directory = merged.resized_by
+    return merged if directory is None else replace(merged, tokenizer=find_sidecars(directory))
 
 
 def _in_stored_forms(

@@ -129,7 +129,8 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     adapter = open_adapter(directory)
     described = adapter.config
     refused = [
-        (described.dora, "DoRA"), (adapter.replaced, "whole tensors"), (described.ranks, "other ranks for some modules"),
+        (described.dora, "DoRA"), (adapter.replaced, "whole tensors"), (adapter.tokens, "rows of single tokens"),
+        (described.ranks, "other ranks for some modules"),
         (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
         (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
     ]  # fmt: skip
