@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaconv import registry
-from megaconv.families import PROOFS, all_families, families
+from megaconv.families import all_families, families
+from megaconv.families.parts.family import PROOFS
 from megaconv.families.parts.towers import TOWERS
 from megaconv.families.parts.whole_model import NAMED_AS_IN_BRIDGE
 from megaconv.loader import Loader

@@ -1,16 +1,15 @@
-"""Model families, one small file each: a table of tensors, and the conversion from and to Hugging Face's configuration."""
+"""Model families, one small file each, and how the family of a model is found."""
 
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from formats.tensor import LazyTensor
 from megaconv import plugins
 from megaconv.errors import (
     CheckpointError,
@@ -19,155 +18,17 @@ from megaconv.errors import (
     UnsupportedInput,
     UsageError,
 )
-from megaconv.families.parts.dropouts import written_dropouts
-from megaconv.families.parts.hf_config import (
-    as_file,
-    load_config,
-    quant_method,
-    require_causal,
-    updated,
-)
-from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
+from megaconv.families.parts.family import Family as Family  # the files of families import it here
+from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
-from megaconv.families.parts.own_names import OWN_NAMES, config_of_own_names, without_family
+from megaconv.families.parts.own_names import OWN_NAMES, without_family
 from megaconv.families.parts.unsupported import UNSUPPORTED
-from megaconv.families.parts.whole_model import named, whole_config_json
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.fields import NOT_COMPUTED, changed
-from megaconv.model.meaning import name_contradictions, require_kept, require_same_structure
-from megaconv.model.table import Row
-
-SHOWN_BY_TENSORS = ("tie_embeddings", "mtp_layers")
-"""Fields in which a multimodal model's config.json may differ. Its files show whether there is a head, and whether
-there are layers after the last one."""
-
-_NO_RUN: Mapping[str, Any] = {}
-
-PROOFS = {
-    "megatron-core": "the real megatron-core computes transformers' logits from the output",
-    "custom module": "the same, with the test's own modules for parts that megatron-core lacks",
-    "names": "names, shapes and bytes; megatron-core has no model that computes the same",
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model family, which a file in this folder defines as FAMILY."""
-
-    name: str
-    architectures: tuple[str, ...]
-    """Class names of transformers, such as `LlamaForCausalLM`."""
-    model_type: str
-    rows: tuple[Row, ...]
-    keys: tuple[Keys, ...]
-    """The keys of the family's config.json, with the fields of the model's description that they give."""
-    classes_of_others: tuple[str, ...] = ()
-    """Classes of another family that transformers uses for this family's models as well. Only `model_type` tells them
-    apart."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that are the same in all models of the family, whatever config.json says."""
-    only: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that change the computation but have only one supported value. They are written with that value."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Second names of keys (`hidden_size`) -> the keys (`n_embd`), as in the attribute_map of transformers' class."""
-    ignored: tuple[str, ...] = ()
-    """Regular expressions of native names that hold no part of the model."""
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    """Regular expressions of native names that belong to the model but aren't converted -> their description."""
-    unused: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}
-    """A function that returns further patterns of the same kind: tensors that the class never computes with."""
-    features: tuple[str, ...] = ()
-    """Optional features that every model of the family has, such as `qk_norm`."""
-    prefix: str = ""
-    """Prefix of all Hugging Face names except the head's. Files saved from the bare model lack it."""
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Prefixes of modules in transformers' class, and so in adapters -> the prefixes of the same modules in files."""
-    older: Mapping[str, str] = field(default_factory=dict)
-    """Endings of Hugging Face names in older files -> the current endings."""
-    other_names: Callable[[Collection[str]], Mapping[str, str]] = lambda names: {}
-    """A function from all Hugging Face names of a checkpoint: names that some release writes -> the usual names."""
-    complete: Callable[[ModelConfig, Mapping[str, LazyTensor]], ModelConfig] = (
-        lambda config, tensors: config
-    )
-    """A function that adds to a configuration what only the names and shapes of its tensors show."""
-    recognized: str | None = None
-    """Features (see ModelConfig.has) that identify the family if only Megatron's arguments describe a model. None if
-    they don't distinguish it from another family with the same computation."""
-    beyond_core: tuple[str, ...] = ()
-    """Fields without a Megatron argument that don't follow from other fields. Megatron-Bridge's provider may give them;
-    otherwise a config.json has to."""
-    assumed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda fields: {}
-    """Fields without a Megatron argument that follow from other fields in all models of the family."""
-    describes: Callable[[Mapping[str, Any]], bool] = lambda raw: True
-    """A function that returns False for a config.json of the same class that another family describes."""
-    other_types: tuple[str, ...] = ()
-    """Further values of model_type for this architecture, such as `kimi_k2`."""
-    older_types: tuple[str, ...] = ()
-    """The members of `other_types` whose files have keys that transformers' class doesn't read. An output has the
-    class's keys."""
-    proven: str = "megatron-core"
-    """The evidence that models are converted correctly: one of PROOFS."""
-    no_class: str = ""
-    """The reason why Hugging Face can't have models of the family, for messages; empty if it can."""
-    reads_hf: bool = True
-    """False if megaconv doesn't read the Hugging Face directories that it writes for the family."""
-    notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
-    """A function that returns notices for the user, if Megatron is on either side of a conversion. They report where
-    Megatron's computation of the model differs from transformers' computation."""
-
-    def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for unsupported values."""
-        quant_method(raw, CONFIG_NAME)
-        found = read_keys(
-            self.name, self.keys, self.fixed, self.only, by_own_names(raw, self.aliases)
-        )
-        if not found.has("encoder") and not found.has("transform"):
-            require_causal(raw, CONFIG_NAME)
-        return replace(found, hf=dict(raw))
-
-    def write_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """A config.json for transformers 4 and 5. Raises NotExpressible, which names the field, for a field that it
-        can't represent."""
-        if self.no_class:
-            raise NotExpressible(self.no_class)
-        return write_keys(
-            self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type
-        )
-
-    def config_json(self, config: ModelConfig, run: Mapping[str, Any] = _NO_RUN) -> bytes:
-        """The config.json of the output: the model's own if it is known, with the necessary changes.
-
-        run: Megatron's arguments of the run that trained the model. A new config.json gets its dropouts. Raises
-        NotExpressible like write_hf.
-        """
-        if config.own_names is not None:
-            return config_of_own_names(config.own_names, config.dtype)
-        if config.whole is not None:
-            return self._whole_config_json(config)
-        now = self.write_hf(config)
-        if config.hf is None or config.hf.get("model_type") in self.older_types:
-            return as_file(now | written_dropouts(self.name, run))
-        # Many a config.json lists MTP layers that its files don't hold.
-        before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
-        return as_file(updated(config.hf, self.write_hf(before), now, self.aliases))
-
-    def _whole_config_json(self, config: ModelConfig) -> bytes:
-        """The own config.json of a multimodal model. Raises NotExpressible if it no longer describes the language
-        model."""
-        assert config.whole is not None
-        raw = config.whole.config
-        original = self.read_hf(_text_only(raw, CONFIG_NAME))
-        require_kept(
-            config,
-            original,
-            f"the {CONFIG_NAME} of {named(raw)}",
-            but=(*NOT_COMPUTED, *SHOWN_BY_TENSORS),
-        )
-        return whole_config_json(raw, config.dtype)
-
+from megaconv.model.meaning import name_contradictions, require_same_structure
 
 _WITHOUT_FAMILY = Family(OWN_NAMES, (), "", rows=(), keys=(), proven="names")
 """Takes the place of the family of a model that no family describes. Its rows are in the model's configuration."""
