@@ -45,10 +45,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """The header and the query of a request."""
+    """The headers and the query of a request."""
 
     range: str | None
     """The header Range."""
+    if_range: str | None
+    """The header If-Range: the ETag of the file whose range is wanted. None: of any."""
     query: Query
 
 
@@ -68,8 +70,16 @@ def refusal(status: int, message: str, code: str = "") -> Answer:
     return document({"error": message}, status, X_Error_Message=message, **named)
 
 
-def answer(repositories: Mapping[str, Repository], target: str, asked: str | None = None) -> Answer:
-    """The answer to a GET request. target: path and query of the request. asked: its Range header."""
+def answer(
+    repositories: Mapping[str, Repository],
+    target: str,
+    asked: str | None = None,
+    if_range: str | None = None,
+) -> Answer:
+    """The answer to a GET request.
+
+    target: path and query of the request. asked, if_range: its headers Range and If-Range.
+    """
     parts = urlsplit(target)
     path, query = unquote(parts.path), parse_qs(parts.query)
     if path == "/":
@@ -86,7 +96,7 @@ def answer(repositories: Mapping[str, Repository], target: str, asked: str | Non
         repository = repositories.get(name)
         if repository is None:
             return refusal(404, f"{name} is not served here", "RepoNotFound")
-        return handle(repository, *rest, Request(asked, query))
+        return handle(repository, *rest, Request(asked, if_range, query))
     return refusal(404, f"nothing is served at {path}")
 
 
@@ -170,14 +180,17 @@ def _resolve(repository: Repository, revision: Revision, name: str, asked: Reque
     file = revision.files.get(name)
     if file is None:
         return refusal(404, f"{repository.name} has no {name}", "EntryNotFound")
+    tag = f'"{revision.tag(name)}"'
+    # A client that continues a download of an earlier file needs the whole new one.
+    is_same = asked.if_range is None or asked.if_range.strip() == tag
     headers = {
-        "ETag": f'"{revision.tag(name)}"',
+        "ETag": tag,
         "X-Repo-Commit": revision.sha,
         "Accept-Ranges": "bytes",
         "Content-Type": "application/octet-stream",
     }
     try:
-        part = asked_range(asked.range, file.size)
+        part = asked_range(asked.range if is_same else None, file.size)
     except NotSatisfiable:
         return Answer(416, {**headers, "Content-Range": f"bytes */{file.size}"})
     status, wanted = (200, range(file.size)) if part is None else (206, part)

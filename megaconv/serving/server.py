@@ -110,7 +110,8 @@ class _Request(BaseHTTPRequestHandler):
                 403, "the header Host names another machine; --host opens the server for others"
             )
         try:
-            return answer(self.server.repositories, self.path, self.headers.get("Range"))
+            asked, if_range = self.headers.get("Range"), self.headers.get("If-Range")
+            return answer(self.server.repositories, self.path, asked, if_range)
         except CheckpointError as error:
             _log.error("%s", error)
             return refusal(503, str(error))

@@ -71,6 +71,19 @@ def test_a_range_is_answered_as_the_rfc_says(
         assert reply.headers["Content-Range"] == f"bytes */{len(content)}"
 
 
+def test_a_download_of_an_earlier_file_is_not_continued(converted: Path) -> None:
+    """RFC 9110, section 13.1.5: a range of another file than the one of If-Range is answered with the whole file."""
+    content = (converted / "model.safetensors").read_bytes()
+    with serving({"org/run": RUN}) as server:
+        tag = ask(server, WEIGHTS, "HEAD").headers["ETag"]
+        same = ask(server, WEIGHTS, Range="bytes=7-", **{"If-Range": tag})
+        other = ask(server, WEIGHTS, Range="bytes=7-", **{"If-Range": '"other"'})
+        later = ask(server, WEIGHTS, Range="bytes=99999999-", **{"If-Range": '"other"'})
+    assert (same.status, same.body) == (206, content[7:])
+    assert (other.status, other.body) == (200, content)
+    assert (later.status, later.body) == (200, content)
+
+
 def test_head_has_the_headers_of_get_and_no_body(converted: Path) -> None:
     with serving({"org/run": RUN}) as server:
         reply = ask(server, WEIGHTS, "HEAD")
