@@ -4,6 +4,7 @@ megaconv's own records are in the modules of `loaders` and `savers`; other packa
 is imported only when it is needed.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +39,8 @@ LOADERS = (
 
 Loaders of other packages come before `hf`. `config` is asked last, if nothing else recognises the input.
 """
+_RUNS = ("core", "legacy")
+"""Loaders of Megatron's runs."""
 SAVERS = (
     "core",
     "legacy",
@@ -50,6 +53,7 @@ SAVERS = (
     "trtllm",
     "peft",
 )
+_log = logging.getLogger("megaconv")
 ALIASES = {"mcore": "core", "megatron": "legacy"}
 """Names that Megatron-LM's converter uses for the same formats."""
 
@@ -127,6 +131,7 @@ def detect(place: Place) -> Loader:
     for found in _in_order():
         takes_place = isinstance(place, Path) or scheme_of(place) in found.schemes
         if takes_place and _recognises(found, place):
+            _warn_of_second_model(found, place)
             return found
     if isinstance(place, str):
         raise _unknown_scheme(place)
@@ -144,6 +149,15 @@ def detect(place: Place) -> Loader:
         f"{place}: is not a checkpoint of a known format; one has a config.json with weights (Hugging Face), mp_rank_* directories or "
         "metadata.json (Megatron), .metadata (PyTorch) or params.json (Meta, Mistral)"
     )
+
+
+def _warn_of_second_model(found: Loader, place: Place) -> None:
+    """Warn if a Hugging Face model lies in the directory of a Megatron run, which is read."""
+    if found.name in _RUNS and isinstance(place, Path) and loader("hf").detect(place):
+        _log.warning(
+            "%s: holds a Megatron run and a Hugging Face model, two models; the run is read. --loader hf reads the other one",
+            place,
+        )
 
 
 def _unknown_scheme(uri: str) -> UnknownFormat:

@@ -195,6 +195,23 @@ def test_a_whole_model_beside_shards_is_read_with_a_warning(
     assert run("diff", other, tmp_path / "out").status == 0
 
 
+def test_a_run_in_the_directory_of_a_model_is_read_with_a_warning(
+    sharded: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = write_llama(tmp_path / "other", layers=2, seed=7)
+    assert run("convert", other, tmp_path / "run", "--saver", "core").status == 0
+    assert run("fingerprint", tmp_path / "run").status == 0
+    assert "two models" not in caplog.text
+    shutil.copytree(tmp_path / "run", sharded, dirs_exist_ok=True)
+    assert run("diff", other, sharded).status == 0
+    message = "holds a Megatron run and a Hugging Face model, two models; the run is read"
+    assert message in caplog.text
+    caplog.clear()
+    (sharded / "megaconv.json").unlink()
+    assert run("diff", other, sharded, "--loader-b", "hf").status == 4
+    assert "two models" not in caplog.text
+
+
 def test_shards_without_their_index_are_no_mystery(sharded: Path) -> None:
     (sharded / "model.safetensors.index.json").unlink()
     assert_convert_refuses(
