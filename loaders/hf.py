@@ -19,6 +19,7 @@ from megaconv.families.parts.hf_config import (
 )
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names, names_in_files
+from megaconv.families.parts.llama_vision import LlamaInside, llama_inside
 from megaconv.families.parts.whole_model import split_whole
 from megaconv.huggingface.stored_names import (
     is_of_bare_model,
@@ -65,13 +66,17 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     if config.own_names is not None and weights.name.endswith(".index.json"):
         require_counted(weights)
     where = str(weights)
+    llama = llama_inside(directory / CONFIG_NAME)
     quantized = _quantized_config(path, directory, config)
     stored = stored if config.own_names else without_wrappers(stored, where)
     found = dequantize(stored, quantized, options.dtype, where)
     left_out: dict[str, int] = {}
     beside: dict[str, LazyTensor] = {}
+    stays_quantized = config.own_names is not None and config.own_names.stays_quantized
+    if llama is not None and not stays_quantized:  # quantized weights have other names
+        llama.require_layers(found, where)
     if options.text_only:
-        found, config, left_out = _language_model(found, config, family, where)
+        found, config, left_out = _language_model(found, config, family, llama, where)
     elif config.whole is not None:
         found, beside, config = split_whole(found, config, family.rows, where)
         config = _tied_without_head(config, found, family)
@@ -105,15 +110,23 @@ def _quantized_config(path: Path, directory: Path, config: ModelConfig) -> Mappi
 
 
 def _language_model(
-    found: Mapping[str, LazyTensor], config: ModelConfig, family: Family, where: str
+    found: Mapping[str, LazyTensor],
+    config: ModelConfig,
+    family: Family,
+    llama: LlamaInside | None,
+    where: str,
 ) -> tuple[dict[str, LazyTensor], ModelConfig, dict[str, int]]:
     """(tensors by the names of the standalone language model, its configuration, counts of the tensors left out).
 
-    The configuration has tied embeddings if the files hold no head.
+    llama: the language model, if it is the Llama inside a Llama 3.2 Vision. The configuration has tied embeddings if the
+    files hold no head.
     """
     names = inner_names(found, family.rows)
     left_out = Counter(_module(name) for name in found if name not in names)
     kept = renamed(found, names, where)
+    if llama is not None:
+        kept, more_left_out = llama.take(kept, where)
+        return kept, config, left_out | more_left_out
     return kept, _tied_without_head(config, kept, family), dict(left_out)
 
 

@@ -17,6 +17,7 @@ from megaconv.families import Family, read_config
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
+from megaconv.families.parts.llama_vision import llama_inside
 from megaconv.huggingface.weight_files import has_weights, read_directory, whole_model
 from megaconv.loader import Loader
 from megaconv.mlx.names import INSIDE, SUPPORTED, mlx_rows
@@ -46,6 +47,10 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Open a directory. Raises CheckpointError unless it is a complete model of a supported family."""
     directory = options.config or path
     raw = load_config(directory / CONFIG_NAME)
+    if llama_inside(directory / CONFIG_NAME) is not None:
+        raise UnsupportedInput(
+            f"{path}: MLX's files of Llama 3.2 Vision are not read; convert the model's Hugging Face directory instead"
+        )
     is_inside = inner_config(raw) is not None
     family, config = read_config(directory / CONFIG_NAME, text_only=is_inside)
     if options.true_vocab_size not in (None, config.vocab):

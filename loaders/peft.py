@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
-from megaconv.adapters.derived import EveryNth, Rows
+from formats.rows import Rows
+from megaconv.adapters.derived import EveryNth
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import (
     CONFIG,

@@ -74,16 +74,24 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     if base is None:
         _warn_of_missing_mtp(config)
         names, copied = _names(natives, config), dict[str, LazyTensor]()
+        last_rows = dict[str, LazyTensor]()
         from_base: list[str] = []
     else:
         names = base.names_of(_shapes(natives), {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
+        last_rows = base.last_rows(names, header)
         further = {name: path for name, path in base.files().items() if name not in files}
         files |= copies(further)
         files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
         from_base = [*copied, *further]
-    ours = [(names[native.name], native.shape, native_dtype(header, native)) for native in natives]
-    file_of = add_weight_files(files, ours, options.max_shard_bytes, copied=copied)
+    ours: list[tuple[str, Shape, str]] = []
+    for native in natives:
+        name = names[native.name]
+        shape = _completed(native.shape, last_rows.get(name))
+        ours.append((name, shape, native_dtype(header, native)))
+    file_of = add_weight_files(
+        files, ours, options.max_shard_bytes, copied=copied, last_rows=last_rows
+    )
     placements: dict[Key, list[Placement]] = {}
     for native in natives:
         record = names[native.name]
@@ -103,7 +111,12 @@ def _written_config(config: ModelConfig, options: SaveOptions) -> ModelConfig:
 def _open_base(config: ModelConfig, options: SaveOptions) -> BaseModel | None:
     if options.base is None:
         return None
-    return open_base(options.base, config.dtype, overflow="overflow" in options.allow_lossy)
+    return open_base(
+        options.base,
+        config.dtype,
+        overflow="overflow" in options.allow_lossy,
+        is_llama=config.family == "llama",
+    )
 
 
 def _own_naming(options: SaveOptions) -> Naming:
@@ -148,6 +161,11 @@ def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTe
     """The native tensors in the spelling of the original model: experts as separate tensors, or one tensor per layer."""
     spelled = [_natives(table, config, naming) for naming in hf_namings(base.tensors)]
     return max(spelled, key=lambda natives: base.fitting(_shapes(natives)))
+
+
+def _completed(shape: Shape, last_rows: LazyTensor | None) -> Shape:
+    """The shape of a tensor with further rows at its end."""
+    return shape if last_rows is None else (shape[0] + last_rows.shape[0], *shape[1:])
 
 
 def _shapes(natives: Sequence[NativeTensor]) -> dict[str, Shape]:

@@ -11,28 +11,6 @@ _COMPARED_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some rows of a matrix."""
-
-    source: LazyTensor
-    first: int
-    count: int
-
-    @property
-    def shape(self) -> Shape:
-        return self.count, *self.source.shape[1:]
-
-    @property
-    def dtype(self) -> str:
-        return self.source.dtype
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        self.source.read_into(
-            box._replace(row0=box.row0 + self.first, row1=box.row1 + self.first), out
-        )
-
-
-@dataclass(frozen=True)
 class Transposed:
     """The transpose of a matrix."""
 

@@ -17,6 +17,7 @@ from megaconv.engine.fingerprints import read_blocks, tensor_hasher
 from megaconv.engine.preparation import open_source
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.errors import UsageError
+from megaconv.families import has_text_only
 from megaconv.hub import resolve
 from megaconv.input import Input, input_at
 from megaconv.model.ir import WEIGHT, Key, Source, TensorInfo, shift_of
@@ -173,7 +174,8 @@ def open_both(inputs: tuple[Input, Input], options: LoadOptions) -> tuple[Source
 def _where_whole(found: Input, options: LoadOptions) -> LoadOptions:
     """The options with --text-only only if the input is a multimodal model."""
     looked = replace(options, text_only=False, metadata_only=True, optimizer=False)
-    is_whole = open_source(found, looked).header.config.whole is not None
+    holds_parts = open_source(found, looked).header.config.whole is not None
+    is_whole = holds_parts or (isinstance(found.place, Path) and has_text_only(found.place))
     return replace(options, text_only=is_whole)
 
 

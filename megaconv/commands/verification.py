@@ -13,7 +13,8 @@ from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record, has_record
 from megaconv.engine.source_check import as_stored, changed_descriptions
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer
-from megaconv.families import is_multimodal
+from megaconv.families import has_text_only
+from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place, nothing_at, resolve
 from megaconv.input import input_at
 from megaconv.model.beside import BESIDE
@@ -123,8 +124,9 @@ def verify(
 
 def _as_recorded(options: LoadOptions, place: Place, record: Record) -> LoadOptions:
     """The options that open the part of the model that the record describes."""
-    is_language_model = not any(name.startswith(BESIDE) for name in record.tensors)
-    if isinstance(place, Path) and is_language_model and is_multimodal(place):
+    is_whole = any(name.startswith(BESIDE) for name in record.tensors)
+    is_language_model = not is_whole and record.family != OWN_NAMES
+    if isinstance(place, Path) and is_language_model and has_text_only(place):
         # With --base, a language model was put back into its multimodal original.
         return replace(options, text_only=True)
     return options

@@ -13,16 +13,25 @@ import numpy as np
 
 from formats.ceilings import SIDECAR_BYTES
 from formats.output import Record
+from formats.rows import Rows
 from formats.safetensors import SafetensorsLayout
-from formats.tensor import ITEMSIZE, LazyTensor, Shape, row_blocks
+from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, read_tensor, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import INSIDE, put_inside
+from megaconv.families.parts.llama_vision import (
+    EMBEDDING,
+    IMAGE_ROWS,
+    LlamaInside,
+    llama_inside,
+)
 from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.hub import nothing_at
 from megaconv.huggingface.weight_files import is_weights, read_directory
+from megaconv.model.ir import Header, Key
+from megaconv.values.cast import CastTensor
 from megaconv.values.quantized import dequantize
 
 
@@ -32,17 +41,25 @@ class BaseModel:
 
     directory: Path
     tensors: Mapping[str, LazyTensor]
+    llama: LlamaInside | None = None
+    """Set if the model is the Llama inside a Llama 3.2 Vision, which is the original."""
 
     def fitting(self, natives: Mapping[str, Shape]) -> int:
         """The number of these tensors that the original has in the same shape, under the best fitting name prefix."""
-
-        def has(name: str, shape: Shape) -> bool:
-            return name in self.tensors and tuple(self.tensors[name].shape) == shape
-
         return max(
-            sum(has(put_inside(name, *words), shape) for name, shape in natives.items())
+            sum(self._has(self._name(name, *words), name, shape) for name, shape in natives.items())
             for words in INSIDE
         )
+
+    def _name(self, name: str, begin: str, inside: str) -> str:
+        """The original's name of a tensor. begin, inside: one pair of INSIDE."""
+        alone = name if self.llama is None else self.llama.name_in_original(name)
+        return put_inside(alone, begin, inside)
+
+    def _has(self, stored: str, name: str, shape: Shape) -> bool:
+        """True if the original has a tensor of this model under a name, in its shape."""
+        expected = shape if self.llama is None else self.llama.shape_in_original(name, shape)
+        return stored in self.tensors and tuple(self.tensors[stored].shape) == expected
 
     def names_of(
         self, natives: Mapping[str, Shape], optional: Collection[str] = ()
@@ -54,17 +71,30 @@ class BaseModel:
         """
         begin, inside = max(
             INSIDE,
-            key=lambda words: sum(put_inside(name, *words) in self.tensors for name in natives),
+            key=lambda words: sum(self._name(name, *words) in self.tensors for name in natives),
         )
-        names = {name: put_inside(name, begin, inside) for name in natives}
+        names = {name: self._name(name, begin, inside) for name in (*natives, *optional)}
         for name, shape in natives.items():
-            found = self.tensors.get(names[name])
-            if found is None or tuple(found.shape) != shape:
+            if not self._has(names[name], name, shape):
+                found = self.tensors.get(names[name])
                 has = "no such tensor" if found is None else f"one of {list(found.shape)}"
                 raise TensorMismatch(
                     f"{self.directory}: is not the original of this model, which has {name} {list(shape)}; it has {has}"
                 )
-        return names | {name: put_inside(name, begin, inside) for name in optional}
+        return names
+
+    def last_rows(self, names: Mapping[str, str], header: Header) -> dict[str, LazyTensor]:
+        """The rows that the original has after those of the model: name in the original -> its last rows.
+
+        names: those of names_of. The rows get the dtype of the model's embedding.
+        """
+        if self.llama is None:
+            return {}
+        name = names[EMBEDDING]
+        embedding = self.tensors[name]
+        dtype = header.manifest[Key("embed.weight")].dtype
+        rows = Rows(embedding, embedding.shape[0] - IMAGE_ROWS, IMAGE_ROWS)
+        return {name: CastTensor(rows, dtype, name, overflow=False)}
 
     def missing(self, held: Collection[str], ignored: Sequence[str]) -> dict[str, LazyTensor]:
         """The tensors of the original that the output doesn't hold yet.
@@ -95,10 +125,12 @@ def _is_copied(path: Path) -> bool:
     return not is_hidden_or_code and path.stat().st_size <= SIDECAR_BYTES
 
 
-def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel:
+def open_base(
+    directory: str | Path, dtype: str, *, overflow: bool, is_llama: bool = False
+) -> BaseModel:
     """Open the original of a model.
 
-    dtype, overflow: passed to dequantize() for quantized weights.
+    dtype, overflow: passed to dequantize() for quantized weights. is_llama: True for a model of the family llama.
     Raises UsageError if the directory holds no model, CheckpointError if the model is damaged.
     """
     directory = Path(directory)
@@ -113,7 +145,10 @@ def open_base(directory: str | Path, dtype: str, *, overflow: bool) -> BaseModel
     weights, stored = read_directory(directory)
     config = load_config(described)
     tensors = dequantize(stored, config, dtype, str(weights), overflow=overflow)
-    return BaseModel(directory, tensors)
+    llama = llama_inside(described) if is_llama else None
+    if llama is not None:
+        llama.require_layers(tensors, str(weights))
+    return BaseModel(directory, tensors, llama)
 
 
 class CopiedTensors:
@@ -138,3 +173,30 @@ class CopiedTensors:
                 tensor.read_into(box, block)
                 yield offset, block.tobytes()
                 offset += block.nbytes
+
+
+class CompletedTensors(SafetensorsLayout):
+    """A safetensors file in which the last rows of some tensors are copied from the original."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, tuple[Shape, str]],
+        last_rows: Mapping[str, LazyTensor],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """tensors: name -> (shape with all rows, dtype). last_rows: those of the original, by name.
+
+        metadata: further entries of `__metadata__`.
+        """
+        super().__init__(tensors, metadata)
+        self._last_rows = {name: rows for name, rows in last_rows.items() if name in tensors}
+        for name, rows in self._last_rows.items():
+            record = self.records[name]
+            nbytes = record.nbytes - byte_count(tuple(rows.shape), rows.dtype)
+            self.records[name] = record._replace(nbytes=nbytes)
+
+    def headers(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+        yield from super().headers(checksums)
+        for name, rows in self._last_rows.items():
+            offset, nbytes = self.records[name]
+            yield offset + nbytes, read_tensor(rows).tobytes()

@@ -10,7 +10,7 @@ from megaconv.engine.preparation import open_source
 from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.report import Report
 from megaconv.errors import ModelsDiffer
-from megaconv.families import is_multimodal
+from megaconv.families import has_text_only
 from megaconv.input import find_input
 from megaconv.model.beside import BESIDE
 from megaconv.model.ir import Key, Source
@@ -49,7 +49,7 @@ def _finished_output(path: Path, saver: Saver, report: Report, expected: Fingerp
     if read_back is not None:
         return as_streamed(path, read_back(path), report.header, report.plan)
     is_language_model = not any(key.name.startswith(BESIDE) for key in expected.tensors)
-    is_inside_original = is_language_model and bool(report.plan.from_base) and is_multimodal(path)
+    is_inside_original = is_language_model and bool(report.plan.from_base) and has_text_only(path)
     # DCP holds a multimodal model by the names of its files, whatever family its language model has.
     by_own_names = report.header.config.own_names is not None
     read = LoadOptions(text_only=is_inside_original, whole=not by_own_names, own_names=True)

@@ -1,6 +1,7 @@
 """Refusals before anything is planned: options that the saver doesn't use, and sources that it can't hold."""
 
 from megaconv.errors import NotExpressible, UnknownFamily, UnsupportedInput, UsageError
+from megaconv.families.parts.llama_vision import LEFT_OUT
 from megaconv.families.parts.whole_model import named
 from megaconv.input import Input
 from megaconv.model.ir import Header
@@ -25,6 +26,11 @@ def refuse_source(header: Header, found: Input, saver: Saver, options: ConvertOp
         _refuse_as_adapter(found, saver, options)
     _refuse_whole(header, saver, options)
     _refuse_own_names(header, options)
+    if options.adapters and LEFT_OUT in header.beside:
+        raise UsageError(
+            f"--adapter: --text-only numbers the layers of {found.given} anew, and an adapter has the original numbers; merge it first "
+            "with megaconv merge MODEL ADAPTER --save-dir OUT, and convert the result"
+        )
     if header.carries_optimizer:
         return
     if options.optimizer:

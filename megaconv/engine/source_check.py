@@ -15,8 +15,10 @@ from megaconv.engine.plan import default_workers
 from megaconv.engine.reading_back import Stored
 from megaconv.engine.record import RECORD_NAME, Record, digest, find_record
 from megaconv.errors import CorruptCheckpoint, ModelsDiffer
+from megaconv.families import has_text_only
 from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
+from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.model.ir import WEIGHT, Header, Key, OpenedSource, Source, TensorInfo
 from megaconv.model.training import MASTER
@@ -64,6 +66,17 @@ def changed_descriptions(record: Record, stored: Stored | None) -> dict[str, str
     return {
         name: "changed" for name, was in record.descriptions.items() if now.get(name, was) != was
     }
+
+
+def _language_model(place: Place, record: Record) -> Stored | None:
+    """The language model that --base put back into its original, if the original is read by its own names; else None."""
+    holds_parts = any(name.startswith(BESIDE) for name in record.tensors)
+    if record.family == OWN_NAMES or holds_parts or record.saver not in registry.SAVERS:
+        return None
+    if not isinstance(place, Path) or not has_text_only(place):
+        return None
+    source = registry.loader(record.saver).open(place, LoadOptions(optimizer=False, text_only=True))
+    return Stored(OpenedSource(source.header, dict(source.tensors())), {})
 
 
 @dataclass
@@ -148,8 +161,8 @@ def check_source(
     record = find_record(place)
     if record is None:
         return SourceCheck()
-    # A source that is read by its own names needn't be read a second time.
-    stored = None if source.header.config.own_names is not None else as_stored(place, record)
+    by_own_names = source.header.config.own_names is not None
+    stored = (_language_model if by_own_names else as_stored)(place, record)
     written = source.header.manifest if stored is None else stored.source.header.manifest
     differing = record.other_tensors(written)
     infos = {str(key): info for key, info in written.items()}

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from formats.output import FileLayout, PlainFile
-from formats.safetensors import SafetensorsLayout, index_json, shard
+from formats.safetensors import index_json, shard
 from formats.tensor import LazyTensor, Shape, byte_count
-from megaconv.engine.base_model import CopiedTensors
+from megaconv.engine.base_model import CompletedTensors, CopiedTensors
 
 _Described = tuple[str, Shape, str]
 """Name, shape and dtype of a tensor."""
@@ -17,18 +17,20 @@ def add_weight_files(
     max_shard_bytes: int,
     *,
     copied: Mapping[str, LazyTensor] | None = None,
+    last_rows: Mapping[str, LazyTensor] | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Add all weight files and their index to `files`. Returns the file of each tensor.
 
-    copied: tensors that come last, in files of their own. metadata: further entries of the headers of the other files.
+    copied: tensors that come last, in files of their own. last_rows: the last rows of some of our tensors, which are copied
+    too. metadata: further entries of the headers of the other files.
     """
     copied = copied or {}
     others = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in copied.items()]
     layouts: list[tuple[Sequence[str], FileLayout]] = []
     for members in shard(ours, max_shard_bytes):
         infos = {name: (shape, dtype) for name, shape, dtype in members}
-        layouts.append((tuple(infos), SafetensorsLayout(infos, metadata or {})))
+        layouts.append((tuple(infos), CompletedTensors(infos, last_rows or {}, metadata or {})))
     for members in shard(others, max_shard_bytes) if others else ():
         taken = {name: copied[name] for name, _, _ in members}
         layouts.append((tuple(taken), CopiedTensors(taken)))

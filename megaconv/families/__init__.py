@@ -1,8 +1,7 @@
 """Model families, one small file each, and how the family of a model is found."""
 
 import pkgutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -12,18 +11,19 @@ from typing import Any
 
 from megaconv import plugins
 from megaconv.errors import (
-    CheckpointError,
     NotExpressible,
     UnknownFamily,
     UnsupportedInput,
     UsageError,
 )
 from megaconv.families.parts.family import Family as Family  # the files of families import it here
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.hf_config import load_config, naming_file
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
+from megaconv.families.parts.llama_vision import llama_config, text_config
 from megaconv.families.parts.own_names import OWN_NAMES, without_family
 from megaconv.families.parts.unsupported import UNSUPPORTED
+from megaconv.families.parts.whole_model import named
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed
@@ -65,6 +65,11 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     if found is not None:
         return found
     _refuse_known(architectures, source)
+    if text_config(config) is not None:
+        raise UnknownFamily(
+            f"{source}: {named(config)} has layers with cross-attention to images, which Megatron core lacks; --text-only converts its "
+            "language model (LlamaForCausalLM) to every format"
+        )
     inside = _family_inside(config)
     if inside is not None:
         raise UnknownFamily(
@@ -157,6 +162,16 @@ def is_multimodal(directory: Path) -> bool:
         return _is_multimodal(raw)
 
 
+def has_text_only(directory: Path) -> bool:
+    """True if `--text-only` takes a language model out of a Hugging Face directory."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        return False
+    raw = load_config(path)
+    with well_formed(str(path)):
+        return _is_multimodal(raw) or text_config(raw) is not None
+
+
 def _is_multimodal(raw: Mapping[str, Any]) -> bool:
     refused = any(
         str(architecture) in UNSUPPORTED for architecture in raw.get("architectures") or []
@@ -170,6 +185,9 @@ def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     Raises UnknownFamily, and UsageError if there is no language model inside.
     """
     _refuse_known(raw.get("architectures") or [], source)
+    of_llama_vision = text_config(raw)
+    if of_llama_vision is not None:
+        return llama_config(of_llama_vision)
     inside, family = inner_config(raw), _family_inside(raw)
     named = ", ".join(map(str, raw.get("architectures") or [])) or raw.get("model_type")
     if inside is None:
@@ -221,19 +239,6 @@ def _described(
         raw = _text_only(raw, str(path)) if text_only or larger else raw
         found = family_of_hf(raw, str(path))
         return found, replace(found.read_hf(raw), whole=larger)
-
-
-@contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Errors that begin with `config.json`, by which families know the file, or with `the model`, begin with its path."""
-    try:
-        yield
-    except CheckpointError as error:
-        if str(error).startswith(f"{CONFIG_NAME}: "):
-            error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
-        elif str(error).startswith("the model"):
-            error.args = (f"{path}: {error}",)
-        raise
 
 
 def family(name: str) -> Family:

@@ -258,7 +258,9 @@ def _byte_level(
         raise NotExpressible(
             f"{where}: a tokenizer of the kind {model['type']} that is not byte-level BPE; there is no tokenizer.model"
         )
-    added = raw.get("added_tokens") or ()
+    added = [
+        token for token in raw.get("added_tokens") or () if not _stands_for_image(token, config)
+    ]
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
     _require_room(max(ids.values()) + 1, config)
     tokens = [f"[PAD{index}]" for index in range(config.vocab)]
@@ -278,6 +280,12 @@ def _byte_level(
         "merges": Value("string", merges),
     }
     return found, ids
+
+
+def _stands_for_image(token: Mapping[str, Any], config: ModelConfig) -> bool:
+    """True for Llama 3.2 Vision's token of an image, for which the Llama inside it has no row."""
+    text, number = token["content"], token["id"]
+    return bool(text == "<|image|>" and number == config.vocab)
 
 
 def _added_around(raw: Mapping[str, Any], pre: str) -> dict[str, Value]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, LayoutError, UnsupportedInput
-from megaconv.families import Family, family_of_hf, naming_file
-from megaconv.families.parts.hf_config import load_config
+from megaconv.families import Family, family_of_hf
+from megaconv.families.parts.hf_config import load_config, naming_file
 from megaconv.model.ceilings import RANKS, require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig

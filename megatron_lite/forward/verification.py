@@ -10,7 +10,7 @@ from formats.tensor import LazyTensor
 from megaconv.commands.forward_pass import ForwardPass, ForwardRequest, Report
 from megaconv.engine.preparation import open_source
 from megaconv.errors import UsageError
-from megaconv.families import is_multimodal
+from megaconv.families import has_text_only
 from megaconv.hub import resolve
 from megaconv.input import input_at
 from megaconv.model.config import ModelConfig
@@ -92,7 +92,7 @@ def _logits_at_once(config: ModelConfig, max_memory: int) -> int:
 def _open(place: str, loader: str | None, options: LoadOptions) -> _Opened:
     """Open a checkpoint; of a multimodal model the language model."""
     found = resolve(place, cache=options.cache)
-    if isinstance(found, Path) and is_multimodal(found):
+    if isinstance(found, Path) and has_text_only(found):
         options = replace(options, text_only=True)
     source = open_source(input_at(place, found, loader, options), options)
     config = source.header.config

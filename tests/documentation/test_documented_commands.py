@@ -284,6 +284,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
         "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
         "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),
+        "Llama-3.2-11B-Vision": fixture("whole-qwen2_5_vl"),
         "gemma-4-31B": multimodal(llama),
         "bert-base-uncased": bert,
         "t5": fixture("pipelined-t5-tp1e2d2/checkpoint"),

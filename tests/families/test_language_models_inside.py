@@ -473,10 +473,10 @@ def test_an_unknown_tensor_of_the_language_model_is_an_error_and_not_left_out(
     [
         ("PaliGemmaForConditionalGeneration", {"model_type": "gemma"}, 3, "in both directions"),
         (
-            "MllamaForConditionalGeneration",
-            {"model_type": "mllama_text_model"},
+            "Emu3ForConditionalGeneration",
+            {"model_type": "emu3_text_model"},
             3,
-            "mllama_text_model, which is not supported",
+            "emu3_text_model, which is not supported",
         ),
         ("LlavaForConditionalGeneration", "llama", 3, "text_config should be an object"),
         ("LlamaForCausalLM", None, 2, "is a language model by itself"),

@@ -1,6 +1,7 @@
 """GGUF outputs: tensor by tensor and value by value against what llama.cpp's own converter made of the same models."""
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,27 @@ def test_ranks_of_tiktoken_alone_are_refused_with_what_they_lack(name: str, tmp_
         "tokenizer.json",
         "--option tokenizer=none",
     )
+
+
+@pytest.mark.parametrize(("text", "is_left_out"), [("<|image|>", True), ("<|other|>", False)])
+def test_a_token_after_the_last_row_is_left_out_if_it_stands_for_an_image(
+    text: str, is_left_out: bool, tmp_path: Path
+) -> None:
+    """The Llama inside Llama 3.2 Vision has no row for this token, and its tokenizer has it."""
+    source = shutil.copytree(BPE, tmp_path / "in")
+    expected = written(source, tmp_path / "expected").values
+    vocab = json.loads((source / "config.json").read_text())["vocab_size"]
+    file = source / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append(
+        {**tokenizer["added_tokens"][-1], "content": text, "id": vocab}
+    )
+    file.write_text(json.dumps(tokenizer))
+    if is_left_out:
+        assert written(source, tmp_path / "out").values == expected
+        return
+    outcome = run("convert", source, tmp_path / "out", "--saver", "gguf")
+    assert_refused(outcome, 3, f"the tokenizer has {vocab + 1} tokens, the embedding {vocab} rows")
 
 
 def test_a_tokenizer_that_splits_text_in_an_unknown_way_asks_for_its_name(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """A config.json as a file: reads it, checks it for quantized weights and for encoders, and writes it again with the model's own keys."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
-from megaconv.errors import CorruptCheckpoint, UnknownFamily, UnsupportedInput
+from megaconv.errors import CheckpointError, CorruptCheckpoint, UnknownFamily, UnsupportedInput
 from megaconv.families.parts.keys import CONFIG_NAME
 
 MLX = "mlx"
@@ -44,6 +45,19 @@ def _require_names(config: Mapping[str, Any], path: Path) -> None:
         )
     if not isinstance(kind or "", str):
         raise CorruptCheckpoint(f"{path}: model_type should be a name, found {kind!r:.60}")
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Errors that begin with `config.json`, by which families know the file, or with `the model`, begin with its path."""
+    try:
+        yield
+    except CheckpointError as error:
+        if str(error).startswith(f"{CONFIG_NAME}: "):
+            error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
+        elif str(error).startswith("the model"):
+            error.args = (f"{path}: {error}",)
+        raise
 
 
 QUANTIZATION, _QUANTIZATION_OF_MLX = "quantization_config", "quantization"

@@ -96,6 +96,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "muse_spark_text": {"vocab_size": 202048, "hidden_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 128},
     "qwen4_exp_text": {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "mllama_text_model": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 5e5,
+        "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004,
+    },
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm_ocr_text": {
