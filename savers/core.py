@@ -9,9 +9,9 @@ from functools import partial
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.megatron.arguments.expressible import require_names
 from megaconv.megatron.arguments.notices import core_notices, embedding_notices, script_notices
 from megaconv.megatron.arguments.sparse import INDEXER_FOR, writes_rope_last
-from megaconv.megatron.arguments.write import require_names
 from megaconv.megatron.distributed.bridge_files import (
     ADAPTER_KIND,
     FUSED,

@@ -5,7 +5,7 @@ import logging
 from megaconv.engine.plan import OutputPlan
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.families import family
-from megaconv.megatron.arguments.write import require_names
+from megaconv.megatron.arguments.expressible import require_names
 from megaconv.megatron.rank_files.output_layout import choose_layout
 from megaconv.megatron.rank_files.plan import ModelStyle, check_options, plan_ranks
 from megaconv.megatron.states.legacy_names import (

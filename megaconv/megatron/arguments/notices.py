@@ -8,10 +8,11 @@ from megaconv.families import family
 from megaconv.families.parts.dropouts import dropout_notices
 from megaconv.families.parts.whole_model import whole_notices
 from megaconv.megatron.arguments.beyond_core import is_of_the_trainer
+from megaconv.megatron.arguments.expressible import is_representable
 from megaconv.megatron.arguments.mamba import EPSILON, has_own_epsilon, mixer_epsilon
 from megaconv.megatron.arguments.provider_fields import NOT_IN_CORE
 from megaconv.megatron.arguments.rope import has_yarn
-from megaconv.megatron.arguments.write import is_representable, left_out_of_arguments
+from megaconv.megatron.arguments.write import left_out_of_arguments
 from megaconv.model.config import ModelConfig
 
 _FOR_WHOM = (

@@ -6,28 +6,31 @@ to 0.19.
 """
 
 from argparse import Namespace
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megaconv.errors import CheckpointError, NotExpressible
-from megaconv.families import family
 from megaconv.families.parts.dropouts import dropouts_of
-from megaconv.megatron.arguments.beyond_core import beyond_core_arguments, is_of_the_trainer
+from megaconv.megatron.arguments.beyond_core import beyond_core_arguments
 from megaconv.megatron.arguments.encoder import encoder_arguments, split_rank_arguments
+from megaconv.megatron.arguments.expressible import (
+    UNKNOWN_POSITIONS,
+    require_names,
+    require_representable,
+)
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.mamba import mamba_arguments
 from megaconv.megatron.arguments.read import from_arguments, read_layout, tensor_fields
 from megaconv.megatron.arguments.retrieval import retrieval_arguments
 from megaconv.megatron.arguments.rope import write_scaling
-from megaconv.megatron.arguments.router import own_router_arguments, router_refusals
+from megaconv.megatron.arguments.router import own_router_arguments
 from megaconv.megatron.arguments.run_arguments import LAYOUT, of_run, that_compute
 from megaconv.megatron.arguments.sparse import sparse_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import FIELDS, NOT_COMPUTED
 from megaconv.model.layout import Layout, split_arguments
 from megaconv.model.meaning import lost_fields, require_kept
-from megaconv.model.naming import CORE
 from megaconv.model.training import TrainingState
 
 LEFT_OUT = "megaconv_left_out"
@@ -35,9 +38,6 @@ LEFT_OUT = "megaconv_left_out"
 
 config.json still has these fields.
 """
-
-UNKNOWN_POSITIONS = ("alibi", "sinusoidal")
-"""Kinds of positions that Megatron doesn't have."""
 
 
 def to_arguments(
@@ -63,7 +63,7 @@ def to_arguments(
     """
     if not beside_config:
         require_names(config)
-    _require_representable(config, legacy=legacy, beside_config=beside_config)
+    require_representable(config, legacy=legacy, beside_config=beside_config)
     settings = _settings(config, training)
     written = (
         _architecture(config)
@@ -144,23 +144,6 @@ def _describes(
     return not set(lost).difference(NOT_COMPUTED, left_out)
 
 
-def require_names(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model without names in Megatron core, or with names that only the trainer knows."""
-    found = family(config.family)
-    if not found.rows[0].spelling(CORE) or is_of_the_trainer(config):
-        savers = "hf or dcp" if config.whole is not None else "hf, dcp or deepspeed"
-        named = found.architectures[0] if found.architectures else found.name
-        raise NotExpressible(
-            f"{named} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
-        )
-
-
-def is_representable(config: ModelConfig) -> bool:
-    """True if Megatron core's arguments can describe the layers of a model, without a config.json beside them."""
-    refusals = _refusals(config, legacy=False, beside_config=False)
-    return not any(applies for applies, _ in refusals)
-
-
 def left_out_of_arguments(config: ModelConfig) -> tuple[str, ...]:
     """The fields that the checkpoints of a trainer's run have in their config.json alone. Megatron doesn't know them."""
     written = to_arguments(
@@ -174,56 +157,6 @@ def left_out_of_arguments(config: ModelConfig) -> tuple[str, ...]:
         beside_config=True,
     )
     return tuple(written.get(LEFT_OUT, ()))
-
-
-def _require_representable(config: ModelConfig, *, legacy: bool, beside_config: bool) -> None:
-    """Raise NotExpressible for the first problem that applies."""
-    for applies, reason in _refusals(config, legacy=legacy, beside_config=beside_config):
-        if applies:
-            raise NotExpressible(reason)
-
-
-def _refusals(
-    config: ModelConfig, *, legacy: bool, beside_config: bool
-) -> Iterator[tuple[bool, str]]:
-    """(whether a problem applies, why Megatron can't have this model) for each possible problem.
-
-    beside_config: see to_arguments.
-    """
-    attention, mlp = config.attention, config.mlp
-    yield (
-        not beside_config
-        and (attention.o_bias != mlp.bias or (attention.o_bias and not attention.qkv_bias)),
-        "Megatron has biases on all linear layers, on q, k and v only, or on none; this model has another set",
-    )
-    yield (
-        config.has("rope gelu_tanh plain !mlp_bias !encoder"),
-        "the model has the approximate gelu in an MLP without biases; Megatron has it only fused with a bias",
-    )
-    yield (
-        config.attention.qk_l2_norm and (legacy or config.has("mla")),
-        "the model divides q and k by their L2 norm, which Megatron core has for attention with heads of keys alone",
-    )
-    yield (
-        config.positions.kind in UNKNOWN_POSITIONS and not beside_config,
-        "the model encodes positions by ALiBi (biases that grow with the distance) or by sines, which Megatron doesn't have",
-    )
-    yield (
-        config.has("norm_by_mixer") and not beside_config,
-        "the model has norms before its delta nets and after its attention, which Megatron core doesn't have; it is converted "
-        "between Hugging Face's files",
-    )
-    yield (
-        config.has("convolution_layers") and not beside_config,
-        "the model has short convolutions, which Megatron core doesn't have; it is converted between Hugging Face's files",
-    )
-    yield (
-        legacy and (config.has("interleaved") or config.has("skips_rope")),
-        "the model has rotary positions of neighbouring elements, or not in all layers, which Megatron's legacy models don't "
-        "know: choose --saver core",
-    )
-    if config.experts.count:
-        yield from router_refusals(config.experts, beside_config=beside_config)
 
 
 def _require_kept(
