@@ -1,9 +1,13 @@
-"""verl's FSDP checkpoints: one file per rank with its parts of all tensors, under transformers' names."""
+"""verl's FSDP checkpoints: one file per rank with its parts of all tensors, under transformers' names.
+
+The LoRA adapter of a run that trains one is merged into its base.
+"""
 
 from dataclasses import replace
 from pathlib import Path
 
 from formats import dtensor_files
+from megaconv.adapters.wrapped_model import base_of, is_wrapped, merged_into
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import UsageError
 from megaconv.families import read_config
@@ -38,16 +42,20 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     tensors, ranks = dtensor_files.read(path)
     found = {unwrapped(name): tensor for name, tensor in tensors.items()}
-    config, canonical = whole_model(family, config, HF, found, str(path))
+    has_adapter = is_wrapped(found)
+    config, canonical = whole_model(
+        family, config, HF, base_of(found) if has_adapter else found, str(path)
+    )
     manifest = describe(canonical)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
         files=find_sidecars(directory),
-        source=f"fsdp of verl, {ranks} ranks",
+        source=f"fsdp of verl, {ranks} ranks{', with a LoRA adapter' if has_adapter else ''}",
         has_optimizer=dtensor_files.has_optimizer(path),
     )
-    return OpenedSource(header, canonical)
+    opened = OpenedSource(header, canonical)
+    return merged_into(opened, found, path, family) if has_adapter else opened
 
 
 LOADER = Loader(

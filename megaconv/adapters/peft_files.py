@@ -175,8 +175,13 @@ def open_peft_adapter(directory: Path, config: AdapterConfig) -> Adapter:
             f"{directory}: has an {CONFIG} but no weights; expected {' or '.join(WEIGHTS)}",
             code="missing-file",
         )
-    weights = present[0]
-    tensors = read_file(weights)
+    return adapter_of(directory, config, present[0], read_file(present[0]))
+
+
+def adapter_of(
+    directory: Path, config: AdapterConfig, weights: Path, tensors: Mapping[str, LazyTensor]
+) -> Adapter:
+    """The adapter in tensors with the names of peft's files. Raises CheckpointError like `open_peft_adapter`."""
     tokens = {name: each for name, each in tensors.items() if name.endswith(_TOKENS)}
     others = {name: each for name, each in tensors.items() if name not in tokens}
     modules, replaced = _sorted_out(others, str(weights))

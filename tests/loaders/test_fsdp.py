@@ -213,3 +213,47 @@ def test_names_that_a_family_hasnt_are_refused(
     )
     assert_refused(outcome, 2, *words)
     assert json.loads((fixture / "config.json").read_text())
+
+
+ADAPTER = FIXTURES / "peft-llama-all-linear/adapter"
+MERGED = FIXTURES / "peft-llama-all-linear/merged"
+
+
+def with_adapter(directory: Path, adapters: tuple[str, ...] = ("default",)) -> Path:
+    """verl's checkpoint of one rank with the model inside of peft's: names as peft's own state_dict has them."""
+    shutil.copytree(RANKS / "huggingface", directory / "huggingface")
+    adapted = load_file(ADAPTER / "adapter_model.safetensors")
+    modules = {name.partition(".lora_")[0] for name in adapted}
+    state = {}
+    for name, tensor in load_file(ORIGINAL / "model.safetensors").items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        state[f"{module}.base_layer.weight" if module in modules else f"{module}.weight"] = tensor
+    for each in adapters:
+        for name, tensor in adapted.items():
+            state[f"{name.removesuffix('.weight')}.{each}.weight"] = tensor
+    torch.save(state, directory / "model_world_size_1_rank_0.pt")
+    return directory
+
+
+@pytest.mark.parametrize("place", ["lora_train_meta.json", "lora_adapter/adapter_config.json"])
+def test_the_adapter_of_a_run_is_merged_as_peft_merges_it(
+    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = with_adapter(tmp_path / "actor")
+    settings = json.loads((ADAPTER / "adapter_config.json").read_text())
+    (path / place).parent.mkdir(exist_ok=True)
+    (path / place).write_text(
+        json.dumps({key: settings[key] for key in ("r", "lora_alpha", "task_type")})
+    )
+    megaconv.convert(path, tmp_path / "out", saver="hf")
+    found, expected = (load_file(each / "model.safetensors") for each in (tmp_path / "out", MERGED))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert f"adapter is merged into its base (rank {settings['r']}" in caplog.text
+
+
+def test_an_adapter_without_its_alpha_and_a_second_one_are_refused(tmp_path: Path) -> None:
+    path = with_adapter(tmp_path / "actor")
+    assert_refused(run("fingerprint", path), 2, "no lora_train_meta.json or lora_adapter/")
+    other = with_adapter(tmp_path / "other", ("default", "reference"))
+    assert_refused(run("fingerprint", other), 3, "2 adapters (default, reference)")
