@@ -351,6 +351,8 @@ class _Request(BaseHTTPRequestHandler):
                 files[value["path"]] = File(base64.b64decode(value["content"]), False)
             elif line["key"] == "lfsFile":
                 files[value["path"]] = File(self.server.objects[value["oid"]], True)
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
         for name in self.server.corrupted & files.keys():
             files[name] = files[name]._replace(content=files[name].content[:-1] + b"?")
         oid = self.server.commit(repository, branch, files)

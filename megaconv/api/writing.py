@@ -232,6 +232,7 @@ def push(
     revision: str | None = None,
     private: bool = False,
     create_pr: bool = False,
+    replace_weights: bool = False,
     message: str | None = None,
     card: bool = True,
     as_is: bool = False,
@@ -243,6 +244,7 @@ def push(
     """Put a finished model on the Hugging Face Hub in one commit, and compare what arrived with what was sent.
 
     An input that is not a Hugging Face directory is converted first, unless `as_is` is set.
+    replace_weights: remove weight files of an earlier model that the push doesn't replace.
     dry_run: list files and hashes without a request to the Hub.
     Raises megaconv.errors.CheckpointError; ModelsDiffer if the Hub has different content afterwards.
     """

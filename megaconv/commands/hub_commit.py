@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 from megaconv.commands.hub_files import Hashes, arrived, hashes_of_content
+from megaconv.commands.hub_weights import notice_of, old_weights, require_read
 from megaconv.commands.model_card import CARD
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer
 from megaconv.model.check import listing
@@ -99,24 +100,35 @@ def commit(
 
     files: path in the repository -> local file; hashes: of these. made: path -> content, for files that exist only in
     the push. A model card that the repository already has is kept, and then notices about the new one are left out.
-    Raises ModelsDiffer if the Hub has other content afterwards, and the client's own errors.
+    Raises ModelsDiffer if the Hub has other content afterwards, UsageError if old weights would hide the pushed ones,
+    and the client's own errors.
     """
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     api = hub_client()
     revision = options.revision
     _make_repository(api, repository, options)
-    head = api.model_info(repository, revision=revision).sha
+    branch = api.model_info(repository, revision=revision)
+    head = branch.sha
+    old = old_weights([each.rfilename for each in branch.siblings or ()], files)
+    if not options.replace_weights:
+        require_read(repository, old, files)
     if CARD in made and api.get_paths_info(repository, [CARD], revision=head):
         # Keep the card that the repository already has.
         made = {name: content for name, content in made.items() if name != CARD}
         notices = []
+    if old and not options.replace_weights:
+        notices = [*notices, notice_of(repository, old)]
+    removals = [CommitOperationDelete(name) for name in old if options.replace_weights]
     contents: dict[str, str | bytes] = {name: str(file) for name, file in files.items()}
     contents |= made
     hashes = dict(hashes) | {name: hashes_of_content(content) for name, content in made.items()}
     done = api.create_commit(
         repository,
-        [CommitOperationAdd(name, content) for name, content in sorted(contents.items())],
+        [
+            *(CommitOperationAdd(name, content) for name, content in sorted(contents.items())),
+            *removals,
+        ],
         commit_message=options.message or "Upload with megaconv",
         revision=revision,
         create_pr=options.create_pr,

@@ -40,6 +40,13 @@ class PushOptions:
         commands=("push",),
         help="Open a pull request instead of changing the branch.",
     )
+    replace_weights: bool = option(
+        False,
+        "--replace-weights",
+        commands=("push",),
+        help="Remove weight files of an earlier model that the push doesn't replace.",
+    )
+    """Remove weight files that the branch holds and the push doesn't, in the same commit."""
     message: str | None = option(
         None, "--message", metavar="TEXT", commands=("push",), help="The commit's first line."
     )

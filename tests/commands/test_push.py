@@ -122,6 +122,27 @@ def test_push_finds_files_that_the_hub_damaged_or_dropped(hub: Hub, model: Path)
     assert_refused(outcome, 4, NAME, weights, "config.json", hub.branches[NAME]["main"])
 
 
+def test_old_weights_never_hide_the_pushed_ones(hub: Hub, model: Path, tmp_path: Path) -> None:
+    """transformers reads a single file first, then an index of shards."""
+    single = write_llama(tmp_path / "single", layers=1, seed=5)
+    (single / "tokenizer.json").write_text("{}")
+    assert push(single, NAME).status == 0
+    before = hub.branches[NAME]["main"]
+    outcome = push(model, NAME)
+    assert_refused(outcome, 2, NAME, "model.safetensors", "--replace-weights")
+    assert hub.branches[NAME]["main"] == before
+    assert push(model, NAME, "--replace-weights").status == 0
+    shards = {name for name in contents(model) if "safetensors" in name}
+    assert {name for name in hub.files(NAME) if "safetensors" in name} == shards
+
+    outcome = push(single, NAME, "--json")
+    assert outcome.status == 0
+    (notice,) = json.loads(outcome.out)["notices"]
+    assert all(name in notice for name in (*shards, "--replace-weights"))
+    assert hub.files(NAME).keys() >= {*shards, "model.safetensors"}
+    assert push(single, NAME, "--include", "*.json").status == 0
+
+
 def test_a_pull_request_or_a_branch_leaves_main_as_it_is(hub: Hub, model: Path) -> None:
     assert (
         push(
