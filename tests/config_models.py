@@ -387,6 +387,18 @@ OWN_KEYS: dict[str, Raw] = {
         "mlp_only_layers": [0, 2],
     },
     "gpt_neox_japanese": {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "longcat_flash": {
+        **LATENT_SIZES,
+        "head_dim": 4,
+        "num_layers": 2,
+        "ffn_hidden_size": 56,
+        "intermediate_size": 56,
+        "n_routed_experts": 6,
+        "moe_topk": 4,
+        "expert_ffn_hidden_size": 24,
+        "zero_expert_num": 2,
+        "routed_scaling_factor": 2.5,
+    },
     "dbrx": {
         "attn_config": {"kv_n_heads": 4, "clip_qkv": 6.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 6, "moe_top_k": 2},

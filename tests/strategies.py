@@ -255,6 +255,7 @@ BETWEEN_FILES = (
         "glm5_next_text",
         "hrm_text",
         "minimax",
+        "longcat_flash",
         "phimoe",
         "mamba",
         "falcon_mamba",
@@ -336,6 +337,9 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = {"recurrence.high": 2, "recurrence.low": 1}
     if family == "muse_spark_text":
         inputs = {"experts.latent": 4, "residual_temperature": 0.3}
+    if family == "longcat_flash":
+        inputs = {"experts.zero": 2, "experts.joins_late": True, "latent.scaled": True}
+        inputs["experts.stores_idle"] = True
     if family in ("apertus1p5_text", "molmo2_text"):
         inputs = {"head.unpredicted": 2}
     gates = {"norm.gate_rank": 2} if family == "axk2" else {}

@@ -1034,6 +1034,11 @@ MAMBA_1: dict[str, Any] = {
     "intermediate_size": 96, "state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-3,
     "tie_word_embeddings": False,
 }  # fmt: skip
+LONGCAT: dict[str, Any] = {
+    "num_layers": LAYERS // 2, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8, "ffn_hidden_size": 88,
+    "intermediate_size": 88, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4,
+    "v_head_dim": 6, "moe_topk": 3, "n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 24, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 CONVERTED = {
     **GEMMAS_4,
     **OWN_SIZES,
@@ -1077,6 +1082,12 @@ CONVERTED = {
          "window": {"sliding_window": WINDOW},
          **{key: {key: 1.5} for kind in ("full_attn", "linear_attn", "mlp") for key in (f"{kind}_alpha_factor", f"{kind}_beta_factor")}},
     ),
+    "longcat_flash": Variant(
+        "longcat_flash",
+        {**LONGCAT, **rope(5000.0)},
+        {"base": rope(700.0), "epsilon": {"rms_norm_eps": 1e-5}, "scale": {"routed_scaling_factor": 1.5}, "fewer experts": {"moe_topk": 2}},
+    ),
+    "longcat_flash, yarn": Variant("longcat_flash", {**LONGCAT, "zero_expert_num": 5, **rope(5000.0, **YARN)}),
     "phimoe": Variant(
         "phimoe", {"num_local_experts": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": WINDOW},
         {"one less": {"sliding_window": WINDOW - 1}, "epsilon": {"rms_norm_eps": 1e-5}, "farther": {"router_jitter_noise": 0.6},

@@ -55,6 +55,7 @@ class ModelConfig(DescribedModel):
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "rope_pairs": rope_dim // 2,
             "expert_hidden": self.experts.latent or self.hidden,
+            "routes": self.experts.count + self.experts.zero,
             "attn_v_dim": self.attention.value_dim,
             "position_rows": self.max_positions + self.positions.offset,
             "conv_channels": self.hidden,

@@ -74,6 +74,7 @@ STRUCTURE = (
         "attention.v_dim",
         "attention.growing",
         "experts.count",
+        "experts.zero",
         "experts.vision_ffn",
         "experts.shared_gate",
         "experts.router_bias",

@@ -110,6 +110,9 @@ class LatentAttention:
     scales the output of attention."""
     halves: bool = False
     """True if a rotating element rotates with the one half of the rotating part further on, not with its neighbour."""
+    scaled: bool = False
+    """True if queries are multiplied by the root of hidden / q_rank, and the normed latent vector of keys and values by the
+    root of hidden / kv_rank (LongCat-Flash)."""
     norm_epsilon: float | None = field(default=None, compare=False)
     """Epsilon of the norms of latent vectors; None for the epsilon of all other norms.
 

@@ -28,9 +28,11 @@ def _product(axis: str, sizes: Mapping[str, int]) -> int:
 def of_layer(pattern: str, layer: int) -> str:
     """A name with its layer number. The placeholder `{e}` stays in it.
 
-    `{l-1}` is the layer before. `{l/2}` is half the number, for names that count a mixer and an MLP as one layer.
+    `{l-1}` is the layer before. `{l/2}` is half the number, for names that count two layers as one. `{l%2}` is 0 or 1: the
+    first or the second of the two.
     """
     if "{l" not in pattern:
         return pattern
     named = pattern.replace("{l}", str(layer))
-    return named.replace("{l-1}", str(layer - 1)).replace("{l/2}", str(layer // 2))
+    named = named.replace("{l-1}", str(layer - 1)).replace("{l/2}", str(layer // 2))
+    return named.replace("{l%2}", str(layer % 2))

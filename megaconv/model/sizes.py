@@ -26,6 +26,7 @@ SIZES: Mapping[str, Size] = {
     "vocab": Size("vocab", 1),
     "max_positions": Size("max_positions", 1),
     "experts": Size("experts.count", 0),
+    "zero_experts": Size("experts.zero", 0),
     "moe_ffn": Size("experts.ffn", 0),
     "vision_ffn": Size("experts.vision_ffn", 0),
     "shared_ffn": Size("experts.shared_ffn", 0),

@@ -53,7 +53,9 @@ def _check_numbers(model: DescribedModel) -> None:
 
 def _check_experts(model: DescribedModel) -> None:
     experts = model.experts
-    if experts.count and not (experts.ffn and 0 < experts.per_token <= experts.count):
+    if experts.count and not (
+        experts.ffn and 0 < experts.per_token <= experts.count + experts.zero
+    ):
         what = f"{experts.per_token} of {experts.count} experts of width {experts.ffn}"
         raise CorruptCheckpoint(f"the model can't have {what} for each token")
 

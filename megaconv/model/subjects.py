@@ -4,7 +4,7 @@ Each field decides what the model computes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -250,6 +250,12 @@ class Experts:
     per_token: int = 0
     ffn: int = 0
     """Width of one routed expert."""
+    zero: int = 0
+    """Number of further experts that a router may select, which return their input (LongCat-Flash)."""
+    stores_idle: bool = field(default=False, compare=False)
+    """True if files hold matrices of these experts, which nothing computes with. Configurations are compared without it."""
+    joins_late: bool = False
+    """True if the sum of the routed experts is added after the next layer, and that of the shared expert after their own."""
     vision_ffn: int = 0
     """Width of one routed expert for the tokens of images (ERNIE 4.5 VL). A layer then has as many of these as of `ffn`,
     with a router of their own; 0 if the same experts work on all tokens."""

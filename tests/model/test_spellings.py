@@ -256,6 +256,9 @@ WAYS: Mapping[str, Way] = {
     "last rows apart": Way(LastRowsApart("first", rest="last", rows="hidden"), "embed", ("vocab hidden",)),
     "halves of rows apart": Way(LastRowsApart("first", rest="last"), "embed", ("vocab hidden",)),
     "parts of rows": Way(RowParts("embed.{p}", parts="kv_heads", whole="embed"), "embed", ("vocab hidden",), tp=None, ranks=(1,)),
+    "parts of rows, counted after others": Way(
+        RowParts("embed.{p}", parts="kv_heads", first="heads"), "embed", ("vocab hidden",), tp=None, ranks=(1,)
+    ),
     "another axis": Way(OtherAxis("embed", tp=1), "embed", ("vocab hidden",)),
     "shifted": Way(Shifted("norm", by=-1), "norm", ("hidden",), tp=None),
     "experts": Way("{e}.{gate|up}", **EXPERTS),

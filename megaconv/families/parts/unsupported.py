@@ -7,9 +7,6 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "its language model attends to a prompt in both directions, and Megatron core attends to earlier tokens only": (
         "PaliGemmaForConditionalGeneration",
     ),
-    "its layers have two attentions, two MLPs and experts without computation, and Megatron core has no such layer": (
-        "LongcatFlashForCausalLM",
-    ),
     "its vision encoder (RADIO) is in no transformers release; its language model, a Nemotron-H, has no text_config": (
         "NemotronH_Nano_VL_V2",
         "NemotronH_Nano_Omni_Reasoning_V3",

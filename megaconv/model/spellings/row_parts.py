@@ -19,6 +19,8 @@ class RowParts(Separate):
     """The number of parts, as a size of the model. If the model has 0 of them, one tensor holds all rows."""
     whole: str = ""
     """The name of that tensor."""
+    first: str = "0"
+    """The number of the first part, as a size of the model."""
 
     def refusal(self, tp: int | None) -> str:
         del tp
@@ -30,9 +32,10 @@ class RowParts(Separate):
         if not count:
             yield Template(pieces.joined(self.whole, [shard]))
             return
+        (first,) = evaluate(self.first, pieces.rank.whole)
         rows = shard.box.rows
         each = -(-rows // count)
-        for part, row in enumerate(range(0, rows, each)):
+        for part, row in enumerate(range(0, rows, each), first):
             box = shard.box._replace(row0=row, row1=min(row + each, rows))
             name = self.name.replace("{p}", str(part))
             native = pieces.joined(name, [shard._replace(box=box)])
