@@ -88,6 +88,19 @@ def _llama4(found: dict[str, Any], config: ModelConfig) -> None:
     found["interleave_moe_layer_step"] = step
 
 
+def _longcat_flash(found: dict[str, Any], config: ModelConfig) -> None:
+    if config.has("stored_idle"):
+        raise NotExpressible(
+            "--saver mlx: the files hold matrices of experts that compute nothing, which mlx-lm refuses; give the published files, which "
+            "have none"
+        )
+    found.setdefault("rope_theta", config.positions.theta)
+    for key in ("mla_scale_kv_lora", "mla_scale_q_lora"):
+        found.setdefault(key, True)
+    found.setdefault("attention_method", "MLA")
+    found.setdefault("zero_expert_type", "identity")
+
+
 def _mamba2(found: dict[str, Any], _: ModelConfig) -> None:
     found.setdefault("intermediate_size", found["num_heads"] * found["head_dim"])
     found.setdefault("time_step_limit", [0.0, math.inf])
@@ -103,6 +116,7 @@ _COMPLETE: Mapping[str, Callable[[dict[str, Any], ModelConfig], None]] = {
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
     "llama4": _llama4,
+    "longcat_flash": _longcat_flash,
     "mamba2": _mamba2,
     "minimax_m2": _minimax_m2,
 }

@@ -20,7 +20,7 @@ SUPPORTED = (
     "afmoe", "apertus", "cohere", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
     "exaone_moe", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "gpt_bigcode", "gpt_oss", "granite", "granite_moe", "granite_moe_hybrid", "helium", "hunyuan_v1_dense",
-    "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "mamba", "mamba2", "mimo",
+    "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "longcat_flash", "mamba", "mamba2", "mimo",
     "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "nemotron_nas", "olmo2", "olmo3",
     "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2",
@@ -60,7 +60,14 @@ _OWN: Mapping[tuple[str, str], Spelling] = {
 
 _KV_UP = "layers.{l}.attn.{k|v}_up.weight"
 _KV_B = ".kv_b_proj."
-_WITH_ABSORBED = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4")
+_WITH_ABSORBED = (
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "longcat_flash",
+    "mistral4",
+)
 """Families whose latent attention multiplies queries by the matrix that makes keys."""
 
 INSIDE = "language_model."
@@ -94,11 +101,10 @@ def _named(row: Row, family: str, *, has_whole: bool) -> Row:
     if own is not None:
         return row.renamed(mlx=own)
     if row.canonical == _KV_UP and family in _WITH_ABSORBED and not has_whole:
+        (joined,) = row.spelling(HF)
+        keys, values = (joined.name.replace(_KV_B, each) for each in (".embed_q.", ".unembed_out."))
         return row.renamed(
-            mlx=(
-                PerHead(_L + "self_attn.embed_q.weight", transposed=True, members=(0,)),
-                PerHead(_L + "self_attn.unembed_out.weight", members=(1,)),
-            )
+            mlx=(PerHead(keys, transposed=True, members=(0,)), PerHead(values, members=(1,)))
         )
     if family == "gpt_oss":
         return row.renamed(mlx=row.spelling(HF_STACKED))
