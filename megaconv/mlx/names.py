@@ -20,8 +20,8 @@ SUPPORTED = (
     "afmoe", "apertus", "cohere", "cohere2", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5", "exaone", "exaone4",
     "exaone_moe", "falcon_mamba", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
     "glm_moe_dsa", "gpt_bigcode", "gpt_oss", "granite", "granite_moe", "granite_moe_hybrid", "helium", "hunyuan_v1_dense",
-    "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "longcat_flash", "mamba", "mamba2", "mimo",
-    "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "nemotron_nas", "olmo2", "olmo3",
+    "internlm2", "internlm3", "iquestcoder", "jamba", "laguna", "lfm2", "lfm2_moe", "llama", "llama4", "longcat_flash", "mamba", "mamba2",
+    "mimo", "minimax_m2", "ministral3", "mistral", "mistral4", "mixtral", "nemotron", "nemotron_h", "nemotron_nas", "olmo2", "olmo3",
     "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "seed_oss",
     "smollm3", "solar_open", "stablelm", "starcoder2",
 )  # fmt: skip

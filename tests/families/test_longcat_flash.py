@@ -149,7 +149,7 @@ def test_a_config_that_no_longcat_has_is_refused_with_its_key(
 
 
 def test_mlx_takes_the_published_form_alone(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="--saver mlx: .* which mlx-lm refuses"):
+    with pytest.raises(CheckpointError, match=r"--saver mlx: .* which mlx-lm refuses"):
         megaconv.convert(source, tmp_path / "out", saver="mlx")
     published = write(tmp_path / "in", published_form(source), source)
     megaconv.convert(published, tmp_path / "out", saver="mlx", verify=True)
