@@ -74,7 +74,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     beside: dict[str, LazyTensor] = {}
     stays_quantized = config.own_names is not None and config.own_names.stays_quantized
     if llama is not None and not stays_quantized:  # quantized weights have other names
-        llama.require_layers(found, where)
+        llama.require_layers(without_wrappers(found, where), where)
     if options.text_only:
         found, config, left_out = _language_model(found, config, family, llama, where)
     elif config.whole is not None:

@@ -239,6 +239,19 @@ def test_the_whole_model_goes_through_hugging_faces_files(form: str, tmp_path: P
     of_whole(tmp_path / "bf16")
 
 
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod."])
+def test_files_with_the_prefix_of_a_wrapper_are_read(
+    wrapper: str, original: Path, tmp_path: Path
+) -> None:
+    wrapped = {wrapper + name: tensor for name, tensor in weights(original).items()}
+    source = write_model_files(tmp_path / "source", wrapped, raw_config_of(original))
+    megaconv.convert(source, tmp_path / "whole", saver="hf", workers=1)
+    assert_same_files(tmp_path / "whole", source)
+    for directory, name in ((source, "wrapped"), (original, "plain")):
+        megaconv.convert(directory, tmp_path / name, saver="hf", text_only=True, workers=1)
+    assert_same_files(tmp_path / "wrapped", tmp_path / "plain")
+
+
 def write_adapter(directory: Path, modules: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
     """Write a LoRA adapter as peft saves it; returns the change of each module. modules: path -> (outputs, inputs)."""
     directory.mkdir()

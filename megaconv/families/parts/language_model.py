@@ -37,7 +37,7 @@ SAME_AS = {
     "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "glm4v_text": "glm4", "glm4v_moe_text": "glm4_moe",
     "glm_ocr_text": "glm4", "paddleocr_vl_text": "llama", "paddleocr_vl": "llama", "granite_docling_text": "granite",
     "granite4_vision_text": "granite",
-    "hunyuan_vl_text": "hunyuan_v1_dense",
+    "hunyuan_vl_text": "hunyuan_v1_dense", "phi4_multimodal": "phi3",
 }  # fmt: skip
 """model_type of a language model with its own type -> model_type of the equal text model. They are equal only for
 text: then all three positions that images give a token (mrope) are the same."""
@@ -101,6 +101,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 5e5,
         "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004,
     },
+    "phi4_multimodal": {
+        "vocab_size": 200064, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "bos_token_id": 199999,
+        "eos_token_id": [199999, 200020], "pad_token_id": 199999,
+    },
     "step3p5": {"vocab_size": 128815, "hidden_size": 4096, "num_hidden_layers": 45, "num_attention_heads": 64},
     "glm4v_text": {"partial_rotary_factor": 1.0},
     "glm_ocr_text": {
@@ -122,13 +127,16 @@ _ALWAYS: Mapping[str, Mapping[str, Any]] = {
 }
 """model_type -> values that the model always uses, whatever its text_config says."""
 
-_OF_IMAGES = re.compile("(image|video|vision)_")
+_OF_IMAGES = re.compile("(image|video|vision|audio)_")
 _MROPE = ("mrope_section", "mrope_interleaved")
 _WITH_SECTIONS = ("ernie4_5_vl_moe_text", "ernie4_5_moe_vl", "hy_v4_vl_text")
 """model_type of language models whose own classes read mrope_section. All others are plain text models by themselves."""
-OUTSIDE = ("model.vision_model.", "model.vision_tower.", "model.resampler_model.")
+OUTSIDE = (
+    *("model.vision_model.", "model.vision_tower.", "model.resampler_model."),
+    "model.embed_tokens_extend.",
+)
 """Prefixes of the names of encoders and projectors. Some models hold them beside a language model whose own names have no
-prefix but `model.` (ERNIE 4.5 VL)."""
+prefix but `model.` (ERNIE 4.5 VL, Phi-4 multimodal)."""
 _FROM_OUTSIDE = (
     "torch_dtype",
     "dtype",
@@ -175,7 +183,7 @@ def _stated(raw: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The part of a config.json that describes the language model inside; None if there is none."""
     inside = _understanding(raw).get(TEXT)
     if inside is None and "vision_config" in raw and "hidden_size" in raw:
-        # Qwen2-VL on the Hub has the keys of its language model beside the others.
+        # Qwen2-VL on the Hub and Phi-4 multimodal have the keys of their language model beside the others.
         return {key: value for key, value in raw.items() if not _OF_IMAGES.match(key)}
     if inside is not None and not isinstance(inside, Mapping):
         raise CorruptCheckpoint(f"{CONFIG_NAME}: {TEXT} should be an object, found {inside!r}")

@@ -12,6 +12,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "NemotronH_Nano_Omni_Reasoning_V3",
         "NemotronH_Super_Omni_Reasoning_V3",
     ),
+    "its files have LoRA matrices for images and speech inside, for Microsoft's own class; give the model's files for transformers' class "
+    "Phi4MultimodalForCausalLM": ("Phi4MMForCausalLM",),
     "its head classifies tokens instead of predicting the next one": (
         "Qwen3_5ForTokenClassification",
     ),
