@@ -900,6 +900,7 @@ ON_THE_HUB = (
     *(
         "MPTForCausalLM",
         "PhiMoEForCausalLM",
+        "Phi4MMForCausalLM",
     ),
     *(
         "NemotronH_Nano_VL_V2",
