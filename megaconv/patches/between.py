@@ -6,7 +6,7 @@ from pathlib import Path
 
 from formats.opened import OpenedFiles
 from megaconv.commands.comparison import find_both, open_both, source_checks
-from megaconv.engine.lineage import lineage_of_patch
+from megaconv.engine.lineage import lineage_of_patch, patched_places
 from megaconv.engine.outputs import output_at
 from megaconv.engine.plan import default_workers
 from megaconv.engine.target import refuse_loss, refuse_place
@@ -90,7 +90,5 @@ def _require_kept(
     index: the file by which an output of this kind is known.
     """
     old, new = inputs
-    other = new.place if isinstance(new.place, Path) else None
-    refuse_loss(
-        save_dir, old.place, (other, options.load.config), index, overwrite=options.overwrite
-    )
+    others = (new.place, options.load.config, *patched_places(options.all_extra()))
+    refuse_loss(save_dir, old.place, others, index, overwrite=options.overwrite)

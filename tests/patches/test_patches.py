@@ -339,6 +339,7 @@ def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path
     patch, second = tmp_path / "patch", tmp_path / "second"
     make(old, new, patch)
     make(new, trained(new, tmp_path / "newer", seed=2), second)
+    earlier = ("--option", f"base={old}", "--option", f"earlier={patch}")
     with unchanged(old), unchanged(tmp_path):
         for words in ((), ("--sparse", "vllm")):
             outcome = run("delta", old, new, "--save-dir", new, "--overwrite", *words)
@@ -351,6 +352,8 @@ def test_overwrite_replaces_neither_an_input_nor_other_files(old: Path, tmp_path
             ("apply", old, patch, second, "--save-dir", patch),
             ("apply", old, patch, second, "--save-dir", second),
             ("convert", patch, old, "--saver", "hf", "--option", f"base={old}"),
+            ("delta", patch, new, "--save-dir", old, "--option", f"base={old}"),
+            ("delta", second, new, "--save-dir", patch, *earlier),
         ):
             outcome = run(*words, "--overwrite")
             assert_refused(outcome, 2, "is the source", "which it would replace")
