@@ -1,5 +1,5 @@
 """Runs the command line for `python -m megaconv`."""
 
-from megaconv.commands.cli import main
+from megaconv.commands.start import main
 
 main()

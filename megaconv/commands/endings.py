@@ -10,6 +10,9 @@ from typing import Any, NoReturn
 from megaconv.errors import CODES, CheckpointError, Interrupted, is_interruption
 from megaconv.terminal import show
 
+GO_ON = "the same command continues from here (--resume)"
+NOTHING_LEFT = "nothing was left behind; with --resume, a run keeps its finished work, and the same command continues"
+
 
 @contextmanager
 def errors_reported() -> Iterator[None]:
@@ -22,7 +25,9 @@ def errors_reported() -> Iterator[None]:
     except (Interrupted, RuntimeError) as error:
         if not is_interruption(error):
             raise
-        hint = (str(error) if isinstance(error, Interrupted) else "") or "nothing was left behind"
+        # An earlier run may have kept its work, also if this one was interrupted at once.
+        unknown = GO_ON if "--resume" in sys.argv[1:] else "nothing was left behind"
+        hint = (str(error) if isinstance(error, Interrupted) else "") or unknown
         say(f"megaconv: interrupted; {hint}")
         _end("interrupted", f"interrupted; {hint}")
     except BrokenPipeError:  # nobody reads the output any more
@@ -38,10 +43,6 @@ def errors_reported() -> Iterator[None]:
         usage.message = _in_plain_words(usage.message or "")
         usage.show()
         _end("wrong-usage", usage.format_message())
-
-
-GO_ON = "the same command continues from here (--resume)"
-NOTHING_LEFT = "nothing was left behind; with --resume, a run keeps its finished work, and the same command continues"
 
 
 @contextmanager

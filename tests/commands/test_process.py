@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaconv.commands.endings import NOTHING_LEFT
+from megaconv.commands.endings import GO_ON, NOTHING_LEFT
 from tests.models import write_llama
 from tests.runs import MAIN, Outcome, finish, run, start, write_old_output
 
@@ -234,3 +234,26 @@ os.close = strict
 """
     outcome = finish(start(*conversion(model, "--verify"), before=before))
     assert (outcome.status, outcome.err) == (0, "")
+
+
+STARTS = """
+import sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            sys.meta_path.remove(self)
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+from megaconv.commands.start import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [([], "nothing was left behind"), (["--resume"], GO_ON)]
+)
+def test_ctrl_c_during_the_imports_is_one_line(options: list[str], message: str) -> None:
+    command = [sys.executable, "-c", STARTS, "inspect", "model", *options]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (outcome.returncode, outcome.stdout) == (130, "")
+    assert outcome.stderr == f"megaconv: interrupted; {message}\n"
