@@ -387,6 +387,7 @@ OWN_KEYS: dict[str, Raw] = {
         "mlp_only_layers": [0, 2],
     },
     "gpt_neox_japanese": {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_pct": 0.5},
+    "jetmoe": {"num_local_experts": 6, "num_experts_per_tok": 2, "kv_channels": 6},
     "longcat_flash": {
         **LATENT_SIZES,
         "head_dim": 4,

@@ -255,6 +255,7 @@ BETWEEN_FILES = (
         "glm5_next_text",
         "hrm_text",
         "minimax",
+        "jetmoe",
         "longcat_flash",
         "phimoe",
         "mamba",
@@ -337,6 +338,8 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = {"recurrence.high": 2, "recurrence.low": 1}
     if family == "muse_spark_text":
         inputs = {"experts.latent": 4, "residual_temperature": 0.3}
+    if family == "jetmoe":
+        inputs = {"attention.of_experts": True, "experts.output_bias": True}
     if family == "longcat_flash":
         inputs = {"experts.zero": 2, "experts.joins_late": True, "latent.scaled": True}
         inputs["experts.stores_idle"] = True

@@ -1082,6 +1082,16 @@ CONVERTED = {
          "window": {"sliding_window": WINDOW},
          **{key: {key: 1.5} for kind in ("full_attn", "linear_attn", "mlp") for key in (f"{kind}_alpha_factor", f"{kind}_beta_factor")}},
     ),
+    "jetmoe": Variant(
+        "jetmoe",
+        {"num_attention_heads": 8, "head_dim": 12, "kv_channels": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"base": rope(700.0), "epsilon": {"rms_norm_eps": 1e-5}},
+    ),
+    "jetmoe, tied": Variant(
+        "jetmoe",
+        {"num_attention_heads": 12, "head_dim": 8, "kv_channels": 8, "num_local_experts": 6, "num_experts_per_tok": 3,
+         "tie_word_embeddings": True},
+    ),
     "longcat_flash": Variant(
         "longcat_flash",
         {**LONGCAT, **rope(5000.0)},

@@ -75,6 +75,8 @@ STRUCTURE = (
         "attention.growing",
         "experts.count",
         "experts.zero",
+        "experts.output_bias",
+        "attention.of_experts",
         "experts.vision_ffn",
         "experts.shared_gate",
         "experts.router_bias",

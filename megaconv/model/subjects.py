@@ -110,6 +110,9 @@ class Attention:
     """Elements of one head's values; None for head_dim."""
     value_scale: float | None = None
     """A factor on values; None for 1."""
+    of_experts: bool = False
+    """True if each expert has its own queries and output projection, and a second router selects them (JetMoE). The experts of a
+    token have kv_heads queries each, and a bias follows their weighted sum."""
     growing: bool = False
     """True if queries of each head, also of an indexer's, are multiplied by scale * log(position + 1) + bias, with two
     stored numbers for each head."""
@@ -198,6 +201,8 @@ class Norm:
     """True if the norm after the last layer multiplies by its weight, although the others multiply by theirs + 1."""
     output_epsilon: float | None = None
     """Epsilon of the norms after sublayers; None for the epsilon of all other norms."""
+    final_epsilon: float | None = None
+    """Epsilon of the norm after the last layer; None for the epsilon of all other norms."""
     scales_first: bool = False
     """True if the norm after the MLP or the experts multiplies by its weight before it normalizes, and the norm after
     attention has no weight (Muse Spark)."""
@@ -287,6 +292,8 @@ class Experts:
     """True if a norm is between the routed experts' weighted sum and the projection to the hidden states."""
     normed_latent: bool = False
     """True if a norm follows the projection to the routed experts' input, and another one the output of each expert."""
+    output_bias: bool = False
+    """True if a bias follows the weighted sum of the routed experts."""
     divided_logits: bool = False
     """True if the router's logits are divided by head.divisor as well."""
     clamp: float | None = None

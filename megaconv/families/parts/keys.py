@@ -119,7 +119,7 @@ HARMLESS = frozenset(
             "dropout_rate",
             "classifier_dropout",
         ),
-        *("router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise"),
+        *("aux_loss_coef", "router_aux_loss_coef", "router_jitter_noise", "input_jitter_noise"),
         *("dropout", "activation_dropout", "layerdrop", "emb_pdrop", "init_std", "init_device"),
         *("embed_dropout", "resid_dropout", "embedding_fraction", "slow_but_exact"),
         # tokens that only generation and tokenizers use
