@@ -25,6 +25,8 @@ from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 
 _HEAD = "lm_head"
+_HEADS = ("score.", "classifier.", "v_head.")
+"""Names of the heads of other classes than those of language models."""
 
 
 @dataclass
@@ -184,6 +186,8 @@ class _Names:
 
     def _reason(self, name: str) -> str:
         """Why files of a model without a family lack a module that its class has; empty for other models."""
+        if name.startswith(_HEADS):
+            return "; it belongs to a classifier or a reward model. Give the base with this head, or merge with peft"
         if self.paths is None:
             return ""
         if _HEAD in name.split(".") and not any(_HEAD in each.split(".") for each in self.natives):

@@ -3,9 +3,12 @@
 Megatron's own `--save` keeps neither tokenizer nor generation settings. megaconv's outputs have them in `hf/`.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 
+from formats.wording import counted
 from megaconv.engine.plan import OutputPlan
+from megaconv.engine.sidecars import read_sidecar
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ir import Header
 
@@ -41,6 +44,43 @@ def missing_parts(header: Header, plan: OutputPlan) -> tuple[str, ...]:
 def has_tokenizer(names: Iterable[str]) -> bool:
     """True if the names of a directory's files include a tokenizer's."""
     return any(name in _TOKENIZERS or name.endswith(".tiktoken") for name in names)
+
+
+def tokens_without_rows(header: Header) -> tuple[str, ...]:
+    """A notice if the tokenizer has added tokens beyond the model's vocabulary; empty if it has none, or can't be read."""
+    added: dict[int, str] = {}
+    for name, path in header.files.items():
+        if name in _ADDED:
+            added |= _ADDED[name](read_sidecar(path).decode(errors="replace"))
+    beyond = sorted(token for token in added if token >= header.config.vocab)
+    if not beyond:
+        return ()
+    first = beyond[0]
+    return (
+        f"the tokenizer has {counted(len(beyond), 'token')} without a row in the embedding, which has {header.config.vocab} rows: "
+        f"{added[first]!r:.40} is token {first}. If the model was trained with these tokens, resize it first (resize_token_embeddings)",
+    )
+
+
+def _added_in_tokenizer(text: str) -> dict[int, str]:
+    """The added tokens of a tokenizer.json. They come before the vocabulary, which isn't parsed."""
+    _, key, rest = text.partition('"added_tokens":')
+    try:
+        listed, _ = json.JSONDecoder().raw_decode(rest.lstrip()) if key else ([], 0)
+        return {int(each["id"]): str(each["content"]) for each in listed}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return {}
+
+
+def _added_by_token(text: str) -> dict[int, str]:
+    """The tokens of an added_tokens.json: {"<tool>": 32000}."""
+    try:
+        return {int(token): str(content) for content, token in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+_ADDED = {"tokenizer.json": _added_in_tokenizer, "added_tokens.json": _added_by_token}
 
 
 def completeness_notices(header: Header, missing: Sequence[str]) -> tuple[str, ...]:

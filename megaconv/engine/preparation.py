@@ -12,7 +12,7 @@ from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
-from megaconv.engine.completeness import missing_parts
+from megaconv.engine.completeness import missing_parts, tokens_without_rows
 from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import combine
@@ -259,6 +259,7 @@ def _report(
         parameters=streamed.parameters,
         code=() if isinstance(described, str) else code_left_out(described),
         modules=() if isinstance(described, str) else modules_left_out(described),
+        tokenizer=tokens_without_rows(streamed.source.header),
         missing=() if has_base else missing_parts(streamed.source.header, plan),
         check=check,
         adapters=adapters,

@@ -47,6 +47,8 @@ class Report:
     """Python files in the source's directory."""
     modules: tuple[str, ...] = ()
     """Files with weights of further modules, which are neither converted nor copied."""
+    tokenizer: tuple[str, ...] = ()
+    """Notices about a tokenizer that doesn't fit the model."""
     missing: tuple[str, ...] = ()
     """Parts that a transformers output lacks (`engine/completeness.py`).
 
@@ -82,6 +84,7 @@ class Report:
             ]
             found.append(BESIDE.format(", ".join(parts)))
         found += completeness_notices(header, self.missing)
+        found += self.tokenizer
         found += self.merging
         if header.has_optimizer and not header.carries_optimizer:
             found.append(LEFT_OUT)

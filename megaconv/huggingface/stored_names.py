@@ -5,18 +5,25 @@ module.model.embed_tokens.weight          DistributedDataParallel, DeepSpeed
 embed_tokens.weight                       the bare model, as of most text embedding models
 """
 
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from formats.tensor import LazyTensor
 from megaconv.families import Family
 from megaconv.huggingface.weight_files import renamed
+from megaconv.model.check import listing
 from megaconv.model.naming import HF
+
+_log = logging.getLogger("megaconv")
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 """Parts of names that torch.compile, FSDP and activation recomputation add, at any depth."""
-_PARALLEL = "module."
-"""The prefix that DistributedDataParallel and DeepSpeed add to all names."""
+_OUTER = ("module.", "pretrained_model.")
+"""Prefixes of all names: of DistributedDataParallel and DeepSpeed, and of TRL's models with a value head."""
+_LIGHTNING, _INSIDE = "model.", "model.model."
+"""The prefix of all names that a module of Lightning adds, and of most names in such a file."""
+_VALUE_HEAD = "v_head."
 _HEAD, _BASE = "lm_head.", "model."
 
 
@@ -31,9 +38,21 @@ def without_wrappers(tensors: Mapping[str, LazyTensor], where: str) -> dict[str,
     Raises TensorMismatch if two tensors have the same name without wrappers.
     """
     names = {name: unwrapped(name) for name in tensors}
-    while names and all(name.startswith(_PARALLEL) for name in names.values()):
-        names = {old: name.removeprefix(_PARALLEL) for old, name in names.items()}
+    value_head = [old for old, name in names.items() if name.startswith(_VALUE_HEAD)]
+    if value_head:
+        _log.warning("%s: a value head is not converted: %s", where, listing(value_head))
+        names = {old: name for old, name in names.items() if old not in value_head}
+    while (prefix := _outer_prefix(names.values())) is not None:
+        names = {old: name.removeprefix(prefix) for old, name in names.items()}
     return renamed(tensors, names, where)
+
+
+def _outer_prefix(names: Collection[str]) -> str | None:
+    """A prefix of all names that is none of the model's own; None if there is none."""
+    is_of_lightning = any(name.startswith(_INSIDE) for name in names)
+    possible = (*_OUTER, _LIGHTNING) if is_of_lightning else _OUTER
+    shared = (prefix for prefix in possible if all(name.startswith(prefix) for name in names))
+    return next(shared, None) if names else None
 
 
 def is_of_bare_model(names: Iterable[str], family: Family) -> bool:

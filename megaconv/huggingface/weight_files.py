@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from formats.wording import counted
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.families.parts.keys import WEIGHT_NAMES
+from megaconv.huggingface.other_files import complete_shards, weights_inside
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import listing, same_names
 from megaconv.model.config import ModelConfig
@@ -76,7 +77,7 @@ def is_weights(path: Path) -> bool:
 
 def has_weights(path: Path) -> bool:
     """True if a directory has a weight file with one of the names that transformers looks for."""
-    return any((path / name).is_file() for name in WEIGHT_NAMES)
+    return any((path / name).is_file() for name in WEIGHT_NAMES) or bool(complete_shards(path))
 
 
 def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
@@ -97,7 +98,22 @@ def read_directory(path: Path) -> tuple[Path, dict[str, LazyTensor]]:
                 name,
             )
         return weights, read_file(weights)
-    raise no_weights(path)
+    shards = complete_shards(path)
+    if not shards:
+        raise no_weights(path)
+    return shards[0], _read_shards(shards)
+
+
+def _read_shards(shards: Sequence[Path]) -> dict[str, LazyTensor]:
+    """All tensors of a model in several files without an index. Raises TensorMismatch for a name in two of them."""
+    found: dict[str, LazyTensor] = {}
+    for file in shards:
+        tensors = read_file(file)
+        twice = found.keys() & tensors.keys()
+        if twice:
+            raise TensorMismatch(f"{file}: holds {min(twice)}, which another shard holds too")
+        found |= tensors
+    return found
 
 
 def _is_index_of(name: str, index: Path) -> bool:
@@ -136,10 +152,13 @@ def read_file(path: Path) -> dict[str, LazyTensor]:
     if not isinstance(value, Mapping):
         found = type(value).__name__
         raise CorruptCheckpoint(f"{path}: expected a dictionary of tensors, found {found}")
+    value = weights_inside(value)
     for name, tensor in value.items():
         is_tensor = hasattr(tensor, "read_into")
         if not isinstance(name, str) or not is_tensor:
-            raise CorruptCheckpoint(f"{path}: {name!r} is not a tensor")
+            raise CorruptCheckpoint(
+                f"{path}: {name!r} is not a tensor; expected a dictionary of tensors, or one under a key such as state_dict"
+            )
     return dict(value)
 
 

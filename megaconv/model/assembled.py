@@ -16,6 +16,8 @@ from megaconv.model.natives import NativeTensor, Region
 from megaconv.model.training import MASTER, ParamGroup
 
 _log = logging.getLogger("megaconv")
+_REMEDY = ". If the head was trained apart from the embedding, set tie_word_embeddings to false in config.json"
+"""transformers 5 computes with both then, and older releases with the embedding alone."""
 
 
 class SecondCopy(NamedTuple):
@@ -98,8 +100,9 @@ class Assembled:
         copy.part.read_into(wanted, found)
         if not np.array_equal(found, expected):
             if copy.strict:
+                remedy = _REMEDY if self.key.name == "embed.weight" else ""
                 raise TensorMismatch(
-                    f"{self.key}: {copy.description} has other values; the checkpoint contradicts itself"
+                    f"{self.key}: {copy.description} has other values; the checkpoint contradicts itself{remedy}"
                 )
             self._reported = self._reported or set()
             if copy.description not in self._reported:

@@ -133,3 +133,26 @@ def test_a_path_that_is_no_tokenizer_is_named_and_not_taken(tmp_path: Path, kind
         "megaconv.json",
         "model.safetensors",
     ]
+
+
+def test_tokens_without_a_row_are_named(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "source", layers=1)  # 131 rows
+    tokens = [{"id": 130, "content": "<last>"}, {"id": 131, "content": "<new>"}]
+    (source / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": tokens}))
+    (source / "added_tokens.json").write_text(json.dumps({"<newer>": 140}))
+    outcome = run("convert", source, tmp_path / "out", "--saver", "core")
+    assert (
+        "has 2 tokens without a row in the embedding, which has 131 rows: '<new>' is token 131"
+        in outcome.err
+    )
+
+
+@pytest.mark.parametrize(
+    "content", ['{"added_tokens": [{"id": 5, "content": "<s>"}]}', '{"added_tokens":', "[]"]
+)
+def test_a_tokenizer_that_fits_or_is_unreadable_gives_no_notice(
+    content: str, tmp_path: Path
+) -> None:
+    source = write_llama(tmp_path / "source", layers=1)
+    (source / "tokenizer.json").write_text(content)
+    assert run("convert", source, tmp_path / "out", "--saver", "core").err == ""

@@ -29,8 +29,10 @@ WEIGHT_NAMES = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "pytorch_model_fsdp.bin",
 )
-"""Files with weights, in the order in which transformers looks for them next to config.json."""
+"""Files with weights, in the order in which transformers looks for them next to config.json. The last is accelerate's, of
+FSDP with a full state dictionary."""
 
 Raw = Mapping[str, Any]
 Fields = Mapping[str, Any]

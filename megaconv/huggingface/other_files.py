@@ -1,0 +1,52 @@
+"""Weight files as other programs than transformers leave them: training states with weights inside, shards without an index.
+
+pytorch_model.bin: {"module": {"model.embed_tokens.weight": …}, "epoch": 3}        DeepSpeed, Lightning, training scripts
+ft-model-00001-of-00004.safetensors …                                              torchtune, without an index
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_INSIDE = ("state_dict", "module", "model", "model_state_dict")
+"""Keys of training states under which programs store the weights."""
+_OTHERS = ("consolidated", "adapter", "shard-")
+"""Beginnings of names of shards of other kinds: Mistral's files, adapters, and files of torch's HuggingFaceStorageWriter."""
+_SHARD = re.compile(
+    r"(?P<stem>.+)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})(?P<kind>\.safetensors|\.bin)"
+)
+
+
+def weights_inside(value: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The dictionary of tensors in a training state; the value itself if it has none, or more than one."""
+    found = [
+        value[key]
+        for key in _INSIDE
+        if isinstance(value.get(key), Mapping) and any(map(_is_tensor, value[key].values()))
+    ]
+    holds_tensors = any(map(_is_tensor, value.values()))
+    return found[0] if len(found) == 1 and not holds_tensors else value
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "read_into")
+
+
+def complete_shards(path: Path) -> list[Path]:
+    """All shards of a directory's only sharded model, in order; empty if a shard is missing, or the names are of several models.
+
+    The names of shards count them, so that a complete model needs no index.
+    """
+    by_model: defaultdict[tuple[str, int, str], dict[int, Path]] = defaultdict(dict)
+    for file in sorted(path.iterdir()):
+        match = _SHARD.fullmatch(file.name)
+        if match is not None and not file.name.startswith(_OTHERS):
+            model = match["stem"], int(match["count"]), match["kind"]
+            by_model[model][int(match["number"])] = file
+    if len(by_model) != 1:
+        return []
+    (((_, count, _), files),) = by_model.items()
+    is_complete = len(files) == count and set(files) == set(range(1, count + 1))
+    return [files[number] for number in sorted(files)] if is_complete else []
