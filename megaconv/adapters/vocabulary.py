@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from formats.tensor import Box, Bytes, ComputedTensor, LazyTensor
 from megaconv.adapters.derived import are_equal
+from megaconv.adapters.low_rank import FLOATS
 from megaconv.adapters.peft_files import Adapter
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
@@ -147,6 +148,10 @@ def token_rows(adapter: Adapter, name: str, values: LazyTensor, config: ModelCon
             f"{adapter.weights}: has rows {list(values.shape)} for {name}; trainable_token_indices lists {len(tokens)} tokens, "
             f"so expected [{len(tokens)}, {config.hidden}]",
             code="misshapen-tensor",
+        )
+    if values.dtype not in FLOATS:
+        raise TensorMismatch(
+            f"{adapter.weights}: has rows of {values.dtype} for {name}; expected {', '.join(FLOATS)}"
         )
     beyond = [token for token in tokens if not 0 <= token < config.vocab]
     if beyond:

@@ -68,7 +68,7 @@ def _added_in_tokenizer(text: str) -> dict[int, str]:
     try:
         listed, _ = json.JSONDecoder().raw_decode(rest.lstrip()) if key else ([], 0)
         return {int(each["id"]): str(each["content"]) for each in listed}
-    except (ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return {}
 
 
@@ -76,7 +76,7 @@ def _added_by_token(text: str) -> dict[int, str]:
     """The tokens of an added_tokens.json: {"<tool>": 32000}."""
     try:
         return {int(token): str(content) for content, token in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError, RecursionError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return {}
 
 

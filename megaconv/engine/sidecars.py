@@ -108,12 +108,17 @@ def modules_left_out(directory: Path) -> tuple[str, ...]:
             for path in inside
             if path.name.lower().endswith((".safetensors", ".bin"))
         ]
-        found += [f"{name}/" for name in _poolings(directory) if not (directory / name).is_dir()]
+        for name in _poolings(directory):
+            if not os.path.isdir(directory / name):  # noqa: PTH112
+                found.append(f"{name}/")
     return tuple(found)
 
 
 def _poolings(directory: Path) -> list[str]:
-    """The directories of modules that modules.json lists and that can't be without files: pooling and dense layers."""
+    """The directories of modules that modules.json lists and that can't be without files: pooling and dense layers.
+
+    The names come from a file. os.path.isdir, unlike Path.is_dir, takes names that are too long.
+    """
     listed = read_json(directory / _MODULES, SIDECAR_BYTES)
     modules = (
         [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []

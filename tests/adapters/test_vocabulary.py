@@ -77,11 +77,17 @@ def _one_row_less(tensors: Tensors) -> Tensors:
     return {**tensors, cut: tensors[cut][:-1]}
 
 
+def _whole_numbers(tensors: Tensors) -> Tensors:
+    rows = f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta"
+    return {**tensors, rows: tensors[rows].to(torch.int32)}
+
+
 @pytest.mark.parametrize(
     ("case", "settings", "change", "words"),
     [
         (RESIZED, {}, _without_head, ("an embedding of 108 tokens, the base of 99, and no lm_head.weight of 108",)),
         (TIED, {}, _without_head, ("and no lm_head.weight of 108",)),
+        (TOKENS, {}, _whole_numbers, ("has rows of int32 for lm_head.weight",)),
         (TOKENS, {}, _one_row_less, ("has rows [2, 32]", "trainable_token_indices lists 3 tokens")),
         (TOKENS, {"trainable_token_indices": {"embed_tokens": [3, 99], "lm_head": [3, 9, 7]}}, dict,
          ("has a row for token 99", "has 99 tokens")),

@@ -148,7 +148,13 @@ def test_tokens_without_a_row_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ['{"added_tokens": [{"id": 5, "content": "<s>"}]}', '{"added_tokens":', "[]"]
+    "content",
+    [
+        '{"added_tokens": [{"id": 5, "content": "<s>"}]}',
+        '{"added_tokens":',
+        "[]",
+        '{"added_tokens": [{"id": Infinity, "content": ""}]}',
+    ],
 )
 def test_a_tokenizer_that_fits_or_is_unreadable_gives_no_notice(
     content: str, tmp_path: Path

@@ -81,3 +81,14 @@ def test_modules_with_weights_of_their_own_are_named(tmp_path: Path) -> None:
         in outcome.err
     )
     assert (tmp_path / "out/2_Dense/config.json").is_file()
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a\0b", 7, ["1_Pooling"]])
+def test_a_module_with_an_impossible_path_is_named_and_never_opened(
+    path: Any, tmp_path: Path
+) -> None:
+    source = write_llama(tmp_path / "source", layers=1)
+    (source / "modules.json").write_text(json.dumps([{"path": path, "type": "models.Pooling"}]))
+    outcome = run("convert", source, tmp_path / "out", "--saver", "hf")
+    assert outcome.status == 0, outcome
+    assert "modules beside the model are not converted" in outcome.err
