@@ -27,6 +27,7 @@ from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.report import Report
 from megaconv.engine.run_identity import revision_of, run_identity, source_digest
 from megaconv.engine.shares import Share, share_out
+from megaconv.engine.source_check import PATCH, SourceCheck, check_source
 from megaconv.engine.stream import MAX_WAITING, Stream, Unit
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
@@ -340,16 +341,21 @@ def fingerprint(
     """The fingerprint of any checkpoint.
 
     Reads all of it. loader: a loader's name; None: the loader that recognises the input. expect: called once with the
-    number of bytes to read.
+    number of bytes to read. Raises ModelsDiffer for a patch that is read on another base than its own.
     """
     opened = OpenedFiles()
     with opened:
         read = replace(options or LoadOptions(), own_names=True)
-        source = open_source(find_input(path, loader, read), read)
+        given = find_input(path, loader, read)
+        source = open_source(given, read)
+        # Anybody may change a checkpoint, but a patch on another base is no model at all.
+        is_patch = given.loader.name == PATCH
+        check = check_source(given.place, source) if is_patch else SourceCheck()
         unknown = source.header.config.own_names
         if unknown is not None and unknown.stays_quantized:
             _log.warning("the fingerprint is of the stored words, not of weights: %s", unknown.why)
         expect(source.header.nbytes)
         found = fingerprint_source(source, workers or default_workers(writing=False), advance)
     opened.require_as_stored()
+    check.compare(found)
     return found

@@ -214,6 +214,11 @@ def test_a_patch_is_not_read_on_another_base_than_its_own(old: Path, tmp_path: P
     assert_refused(outcome, 4, "another base", "--option base")
     outcome = run("convert", tmp_path / "p2", tmp_path / "made", "--saver", "hf", *forgotten)
     assert_refused(outcome, 4, "another base", "--option base")
+    outcome = run("fingerprint", tmp_path / "p2", *forgotten)
+    assert_refused(outcome, 4, "another base", "--option base")
+    whole = (*forgotten, "--option", f"earlier={tmp_path / 'p1'}")
+    for words in ((), ("--no-optimizer",)):
+        assert run("fingerprint", tmp_path / "p2", *whole, *words).status == 0
     outcome = run(
         "fingerprint", tmp_path / "p2", *forgotten, "--option", f"earlier={tmp_path / 'p2'}"
     )
