@@ -13,6 +13,7 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.adapters.file_paths import FilePaths
 from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
 from megaconv.adapters.peft_files import Adapter, AdapterConfig, ModuleAdapter, module_path
+from megaconv.adapters.tied_head import without_repeats
 from megaconv.adapters.vocabulary import TokenRows, resized, token_rows
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family
@@ -50,6 +51,7 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     adapter, config = resized(adapter, family, config)
     names = _Names(family, _untied(adapter, family, config), str(adapter.weights))
     found = Changes(names.config)
+    adapter = without_repeats(adapter, names.parts, names.path)
     for name, tensor in adapter.replaced.items():
         found.replaced |= names.canonical(names.native(name), tensor)
     for name, tensor in adapter.tokens.items():
@@ -195,6 +197,16 @@ class _Names:
                 "; its head is tied to the embedding, and has no tensor of its own. Merge with peft"
             )
         return "; modules are found by the names in its files. If its class has other names, merge with peft"
+
+    def parts(self, name: str) -> tuple[frozenset[str], bool]:
+        """(canonical tensors, True for a duplicate tensor) of a tensor's name; none for an unknown name."""
+        name = self.tensor(name)
+        native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
+        return (
+            (frozenset(), False)
+            if native is None
+            else (frozenset(native.parts), native.copy is not None)
+        )
 
     def target(self, module: ModuleAdapter) -> NativeTensor:
         """The weight that a module's adapter changes."""

@@ -270,6 +270,42 @@ def test_a_head_is_untied_from_an_embedding_that_alone_has_an_adapter(tmp_path: 
     assert "lm_head.weight" not in load_file(tmp_path / "tied/model.safetensors")
 
 
+def test_a_tied_head_may_repeat_the_changes_of_the_embedding(tmp_path: Path) -> None:
+    """peft 0.21 writes the head's matrices, and whole tensors, a second time with ensure_weight_tying."""
+    first = {"A": torch.randn(4, 99), "B": torch.randn(32, 4)}
+    of_embedding = {
+        f"{PREFIX}model.embed_tokens.lora_embedding_{letter}": tensor
+        for letter, tensor in first.items()
+    }
+    of_head = {
+        PREFIX + "lm_head.lora_A.weight": first["B"].T.contiguous(),
+        PREFIX + "lm_head.lora_B.weight": first["A"].T.contiguous(),
+    }
+    whole = torch.randn(99, 32)
+    wholes = {PREFIX + "lm_head.weight": whole, PREFIX + "model.embed_tokens.weight": whole}
+    settings = {"rank_pattern": {}, "ensure_weight_tying": True}
+
+    def merged(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        adapter = edited(TIED / "adapter", tmp_path / name, settings, lambda _: tensors)
+        outcome = run("merge", TIED / "base", adapter, "--save-dir", tmp_path / f"{name}-out")
+        assert outcome.status == 0, outcome
+        return load_file(tmp_path / f"{name}-out/model.safetensors")
+
+    once = merged("once", of_embedding)
+    assert_same_bits(merged("twice", of_embedding | of_head), once)
+    replaced = merged("wholes", wholes)
+    assert "lm_head.weight" not in replaced
+    assert torch.equal(
+        replaced["model.embed_tokens.weight"],
+        whole.to(replaced["model.embed_tokens.weight"].dtype),
+    )
+
+    other = of_embedding | of_head | {PREFIX + "lm_head.lora_A.weight": torch.randn(4, 32)}
+    adapter = edited(TIED / "adapter", tmp_path / "other", settings, lambda _: other)
+    outcome = run("merge", TIED / "base", adapter, "--save-dir", tmp_path / "out")
+    assert_refused(outcome, 2, "lm_head", "keeps tied")
+
+
 def test_weights_that_a_merge_would_make_infinite_or_nan_are_refused(tmp_path: Path) -> None:
     def diverged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         first = next(iter(tensors))
