@@ -78,9 +78,11 @@ class EncoderEmbedder:
         own = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
         rows = [[*self._before, *tokens, *self._behind] for tokens in own]
         lengths = np.array([len(row) for row in rows])[:, None]
+        own_ends = lengths - len(self._behind)
         places = np.arange(lengths.max())
         seen = places < lengths
-        is_own = (places >= len(self._before)) & (places < lengths - len(self._behind))
+        is_own = places < own_ends
+        is_own &= places >= len(self._before)
         ids = np.full(seen.shape, pad, np.int64)
         ids[seen] = np.concatenate(rows)
         return ids, seen.astype(np.int64), is_own[:, :, None].astype(np.float32)

@@ -65,7 +65,10 @@ BOMB = "a0: &a0 [x]\n" + "".join(
     ("text", "word"),
     [
         (BOMB, "aliases counted out"),
-        ("[" * 100_000, "levels deep|nesting depth"),  # newer releases of libyaml have a limit of their own
+        (
+            "[" * 100_000,
+            "levels deep|nesting depth",
+        ),  # newer releases of libyaml have a limit of their own
         ("".join(f"{' ' * n}a:\n" for n in range(200)), "levels deep"),
         ("- a\n" * 30_000, "more than 20,000 values"),
         ("a: &a [*a]", "alias a"),

@@ -115,14 +115,27 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
-    # Number of learned tokens before each position.
-    before = np.concatenate(([0], np.cumsum(examples.learned)))
-    whole = np.asarray((before[kept] > before[starts + 1]).all(1))
+    whole = _learn_something(examples, starts, kept)
     is_cut = np.asarray((kept < ends).any(1))
     for pair in np.flatnonzero(is_cut):
         whole[pair] &= _differ(examples, starts[pair], kept[pair])
-    cut, dropped = int(is_cut[whole].sum()), int((~whole).sum())
-    return PairPieces(examples, starts[whole].ravel(), kept[whole].ravel(), cut, dropped)
+    return PairPieces(
+        examples,
+        starts[whole].ravel(),
+        kept[whole].ravel(),
+        int(is_cut[whole].sum()),
+        int((~whole).sum()),
+    )
+
+
+def _learn_something(
+    examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """True for each pair whose two answers have a token to learn. starts, ends: [pairs, 2]."""
+    # Number of learned tokens before each position.
+    before = np.concatenate(([0], np.cumsum(examples.learned)))
+    learned = before[ends] - before[starts + 1]
+    return np.asarray((learned > 0).all(1))
 
 
 def _differ(examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
