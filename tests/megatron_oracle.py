@@ -87,12 +87,17 @@ class Megatron:
     ) -> None:
         self._stop()
 
-    def logits(self, checkpoint: Path, tokens: "torch.Tensor") -> "torch.Tensor":
-        """float32 [batch, sequence, padded vocabulary]. Raises OracleFailed unless every name of every rank file fits."""
-        return cast("torch.Tensor", self.answer(checkpoint, tokens).float())
+    def logits(
+        self, checkpoint: Path, tokens: "torch.Tensor", *, further: bool = False
+    ) -> "torch.Tensor":
+        """float32 [batch, sequence, padded vocabulary]. Raises OracleFailed unless every name of every rank file fits.
 
-    def answer(self, checkpoint: Path, tokens: Any) -> Any:
-        """The answers of a model. For models with an encoder, see tests/encoder_oracle.py."""
+        further: True for the logits of MTP layers too, which follow the others as if they were more of the sequence.
+        """
+        return cast("torch.Tensor", self.answer(checkpoint, tokens, further=further).float())
+
+    def answer(self, checkpoint: Path, tokens: Any, *, further: bool = False) -> Any:
+        """The answers of a model. For models with an encoder, see tests/encoder_oracle.py. further: see logits."""
         import torch
 
         if not self._ranks:
@@ -104,7 +109,7 @@ class Megatron:
         )
         torch.save(tokens, asked)
         for rank in self._ranks:
-            _write_line(rank.jobs, json.dumps([str(checkpoint), str(asked), str(answer)]))
+            _write_line(rank.jobs, json.dumps([str(checkpoint), str(asked), str(answer), further]))
         replies = [_read_reply(rank.replies) for rank in self._ranks]
         if any(reply != "done" for reply in replies):
             self._stop()
@@ -474,7 +479,7 @@ def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[st
     return loaded
 
 
-def load_chunks(args: Namespace, version: Path) -> list[Any]:
+def load_chunks(args: Namespace, version: Path, *, further: bool) -> list[Any]:
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args give."""
     stages = virtual_stages(args)
     built = {
@@ -495,10 +500,11 @@ def load_chunks(args: Namespace, version: Path) -> list[Any]:
         chunk.load_state_dict(weights, strict=True)
         if args.layernorm_zero_centered_gamma:
             as_others_do(args, chunk)
-        # Without labels a model doesn't know what to do with what further layers predict. It would return that after the
-        # main logits, as if it were more of the sequence.
-        chunk.mtp_process = False
-        chunk.config.mtp_num_layers = None  # core 0.16 looks here, too
+        # Without labels, a model returns what its MTP layers predict after the main logits. With this number, core 0.16 looks
+        # for labels in any case.
+        chunk.config.mtp_num_layers = None
+        if not further:
+            chunk.mtp_process = False
         chunks.append(chunk)
     return chunks
 
@@ -546,7 +552,7 @@ def forward(args: Namespace, chunks: list[Any], asked: Any) -> Any:
     return output
 
 
-def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
+def answer(rank: int, checkpoint: Path, asked: Path, answered: Path, *, further: bool) -> None:
     """One job: the last rank of the first group writes the logits."""
     import torch
     from megatron.core import parallel_state
@@ -556,7 +562,7 @@ def answer(rank: int, checkpoint: Path, asked: Path, answered: Path) -> None:
         min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")])
     )["args"]
     with process_groups(args, rank, answered.with_suffix(".rendezvous")), torch.no_grad():
-        logits = forward(args, load_chunks(args, version), torch.load(asked))
+        logits = forward(args, load_chunks(args, version, further=further), torch.load(asked))
         first_group = (
             parallel_state.get_tensor_model_parallel_rank()
             == parallel_state.get_data_parallel_rank()
@@ -570,7 +576,8 @@ def serve(rank: int) -> None:
     """Answer jobs from standard input until it ends or one fails."""
     for line in sys.stdin:
         try:
-            answer(rank, *map(Path, json.loads(line)))
+            *paths, further = json.loads(line)
+            answer(rank, *map(Path, paths), further=further)
             reply = "done"
         except Exception as error:
             reply = f"{type(error).__name__}: {error}"

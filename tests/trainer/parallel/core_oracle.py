@@ -96,11 +96,9 @@ def train(checkpoint: Path, tokens: torch.Tensor, lr: float) -> list[tuple[float
 
     version = version_directory(checkpoint)
     args = read_rank_file(min(version.glob("mp_rank_*/model_optim_rng.pt")))["args"]
-    (model,) = load_chunks(args, version)
+    (model,) = load_chunks(args, version, further=True)
     model.output_layer.gather_output = False  # built for logits, not for a loss
-    # Taken away for the same reason.
-    model.mtp_process = bool(args.mtp_num_layers)
-    model.config.mtp_num_layers = args.mtp_num_layers
+    model.config.mtp_num_layers = args.mtp_num_layers  # taken away for the same reason
     wrapped = DistributedDataParallel(
         model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
     )
