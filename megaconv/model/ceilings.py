@@ -24,7 +24,7 @@ VOCABULARY = 1 << 28
 POSITIONS = 1 << 40
 """Positions. Published models have up to ten million."""
 COUNT = 10**9
-"""GPUs, sequences and tokens of a planned run. A step has up to 10^5 sequences, a sequence up to 10^7 tokens."""
+"""GPUs, sequences and tokens of a planned run. A step has up to 10^5 sequences, a sequence up to 10^8 tokens."""
 RANKS = 65_536
 """Ranks along one kind of parallelism. The largest runs have some ten thousand devices in all."""
 ITERATION = 10**12

@@ -41,6 +41,7 @@ PUBLISHED_MODELS = {
     "WIDTH": 73_728,  # the MLP of Nemotron-4 340B; its hidden size is 18,432
     "VOCABULARY": 1_000_000,
     "POSITIONS": 100_000_000,  # LTM-2-mini; Llama 4 Scout has 10,485,760
+    "COUNT": 100_000_000,  # tokens of a sequence of LTM-2-mini
     "RANKS": 16_384,  # the devices of Llama 3.1 405B's run
     "ITERATION": 10_000_000,
 }
