@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from formats.lazy_numpy import Floats, np
-from formats.tensor import Box, Bytes, LazyTensor, Shape, read_tensor
+from formats.tensor import Box, Bytes, LazyTensor, Shape, read_tensor, whole_groups
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import fp8_values, read_bytes
 
@@ -35,11 +35,11 @@ class Mxfp4Tensor:
     dtype: str
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        groups, packed_box, cols = _whole_groups(box, MXFP4_GROUP)
-        packed = read_bytes(self.packed, packed_box)
-        exponents = read_bytes(self.scales, groups)
+        whole = whole_groups(box, MXFP4_GROUP)
+        packed, exponents = _packed_and_scales(self.packed, self.scales, whole, MXFP4_GROUP)
         values = _scaled(fp4_pairs()[packed], powers()[exponents], MXFP4_GROUP)
-        np.copyto(out, rounded(np.ascontiguousarray(values[:, cols]), self.dtype))
+        wanted = values[:, box.col0 - whole.col0 : box.col1 - whole.col0]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class NvFp4Tensor:
     dtype: str
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        groups, packed_box, cols = _whole_groups(box, NVFP4_GROUP)
-        packed = read_bytes(self.packed, packed_box)
-        group_scales = fp8_values()[read_bytes(self.scales, groups)]
+        whole = whole_groups(box, NVFP4_GROUP)
+        packed, codes = _packed_and_scales(self.packed, self.scales, whole, NVFP4_GROUP)
         tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
-        values = _scaled(nvfp4_pairs()[packed], group_scales * tensor_scale, NVFP4_GROUP)
-        np.copyto(out, rounded(np.ascontiguousarray(values[:, cols]), self.dtype))
+        values = _scaled(nvfp4_pairs()[packed], fp8_values()[codes] * tensor_scale, NVFP4_GROUP)
+        wanted = values[:, box.col0 - whole.col0 : box.col1 - whole.col0]
+        np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
 
 
 def _scaled(values: Floats, scales: Floats, group: int) -> Floats:
@@ -76,15 +76,13 @@ def _scaled(values: Floats, scales: Floats, group: int) -> Floats:
     return products.reshape(rows, -1)
 
 
-def _whole_groups(box: Box, group: int) -> tuple[Box, Box, slice]:
-    """(the groups that overlap a rectangle, their bytes of two values each, the rectangle's columns among their values).
-
-    group: number of values with one scale, along a row.
-    """
-    first, last = box.col0 // group, -(-box.col1 // group)
-    groups = Box(box.row0, box.row1, first, last)
-    packed = Box(box.row0, box.row1, first * group // 2, last * group // 2)
-    return groups, packed, slice(box.col0 - first * group, box.col1 - first * group)
+def _packed_and_scales(
+    packed: LazyTensor, scales: LazyTensor, box: Box, group: int
+) -> tuple[Bytes, Bytes]:
+    """(bytes of two values each, stored scales) of a rectangle of whole groups. group: values of a row with one scale."""
+    pairs = box._replace(col0=box.col0 // 2, col1=box.col1 // 2)
+    groups = box._replace(col0=box.col0 // group, col1=box.col1 // group)
+    return read_bytes(packed, pairs), read_bytes(scales, groups)
 
 
 @cache

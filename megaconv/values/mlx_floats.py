@@ -18,7 +18,7 @@ from megaconv.errors import NotExpressible
 from megaconv.values.code_tensors import Codes, Quantized, Rounding, Scales, largest_of_groups
 from megaconv.values.four_bits import fp4_pairs, powers
 from megaconv.values.fp8_blocks import LARGEST, e4m3, e4m3_values
-from megaconv.values.mlx_groups import WORD_BITS
+from megaconv.values.mlx_groups import WORD_BITS, columns_of_groups
 from megaconv.values.mlx_quantizing import packed
 from megaconv.values.mxfp4 import signed_e2m1
 from megaconv.values.scaled import read_floats
@@ -57,11 +57,6 @@ class FloatGroups:
     @property
     def form(self) -> Mode:
         return MODES[self.mode]
-
-    def columns(self, per_group: int) -> Shape:
-        """The shape of a tensor with so many columns for each group of a row."""
-        *outer, cols = self.source.shape
-        return (*outer, cols // self.form.size * per_group)
 
     def numbers_and_scales(self, box: Box) -> tuple[Floats, Bytes]:
         """(numbers [rows, groups, size], stored scales [rows, groups]) of a rectangle of whole groups.
@@ -118,7 +113,7 @@ class FloatCodes(Codes):
 
     @property
     def shape(self) -> Shape:
-        return self.groups.columns(self.group * self.bits // WORD_BITS)
+        return columns_of_groups(self.source.shape, self.group, self.group * self.bits // WORD_BITS)
 
     def quantized(self, box: Box) -> Quantized:
         numbers, scales = self.groups.numbers_and_scales(box)
@@ -142,7 +137,7 @@ class FloatScales(Scales):
 
     @property
     def shape(self) -> Shape:
-        return self.groups.columns(1)
+        return columns_of_groups(self.groups.source.shape, self.group, 1)
 
     def scales(self, box: Box) -> Bytes:
         return self.groups.numbers_and_scales(box)[1]

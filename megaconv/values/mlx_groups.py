@@ -88,6 +88,12 @@ class GroupedTensor:
         return fp8_values()[stored] if self.grouping.mode == "nvfp4" else powers()[stored]
 
 
+def columns_of_groups(shape: Shape, size: int, per_group: int) -> Shape:
+    """The shape of a tensor with so many columns for each group of a row. size: columns of a group."""
+    *outer, cols = shape
+    return (*outer, cols // size * per_group)
+
+
 def unpacked(stored: Bytes, bits: int) -> Bytes:
     """Bytes of rows [rows, bytes] -> one byte for each code [rows, codes]."""
     rows = len(stored)

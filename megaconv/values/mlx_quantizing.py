@@ -17,7 +17,7 @@ from megaconv.errors import NotExpressible
 from megaconv.model.ir import TensorInfo
 from megaconv.values import rounding
 from megaconv.values.code_tensors import Codes, Quantized, Rounding, Scales
-from megaconv.values.mlx_groups import WORD_BITS
+from megaconv.values.mlx_groups import WORD_BITS, columns_of_groups
 from megaconv.values.scaled import read_bytes, read_floats
 from megaconv.values.shifted import add
 
@@ -39,11 +39,6 @@ class AffineGroups:
     def dtype(self) -> str:
         """The dtype of scales and biases, and of the weight for its readers."""
         return self.source.dtype
-
-    def columns(self, per_group: int) -> Shape:
-        """The shape of a tensor with so many columns for each group of a row."""
-        *outer, cols = self.source.shape
-        return (*outer, cols // self.size * per_group)
 
     def numbers(self, box: Box) -> Floats:
         """The numbers [rows, groups, size] of a rectangle of whole groups."""
@@ -112,7 +107,7 @@ class AffineCodes(Codes):
 
     @property
     def shape(self) -> Shape:
-        return self.groups.columns(self.group * self.bits // WORD_BITS)
+        return columns_of_groups(self.source.shape, self.group, self.group * self.bits // WORD_BITS)
 
     @property
     def read(self) -> TensorInfo:
@@ -144,7 +139,7 @@ class AffineScales(Scales):
 
     @property
     def shape(self) -> Shape:
-        return self.groups.columns(1)
+        return columns_of_groups(self.groups.source.shape, self.group, 1)
 
     def scales(self, box: Box) -> Bytes:
         both = self.groups.scales_and_biases(self.groups.numbers(box))
