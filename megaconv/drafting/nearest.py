@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from megaconv.drafting.computation import Function, share_of_equal
 from megaconv.drafting.known import Known
 from megaconv.drafting.reference import Reference
-from megaconv.families.parts.keys import HARMLESS
+from megaconv.families.parts.harmless_keys import HARMLESS
 from megaconv.model.table import expand
 
 _COMPARED = 12

@@ -17,8 +17,9 @@ from formats.tensor import Shape
 from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.extras import require_transformers
 from megaconv.families.parts.code_keys import without_code
+from megaconv.families.parts.harmless_keys import HARMLESS
 from megaconv.families.parts.hf_config import load_config
-from megaconv.families.parts.keys import CONFIG_NAME, HARMLESS
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.ceilings import require_countable, require_possible
 
 COMMAND = "megaconv new-family"

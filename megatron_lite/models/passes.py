@@ -154,6 +154,20 @@ class Pass:
     """The data that select the keys of a query, for all layers, by the number of keys; see scored_attention.py."""
     _seen: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
 
+    @property
+    def documents(self) -> Tensor | None:
+        """int64 [batch, sequence]: the number of each token's document; None unless rows are packed."""
+        return None if self.packed is None else self.packed.numbers
+
+    def states(self, layer: int, number: int) -> tuple[Tensor | None, ...]:
+        """Return the states, of this number, that a layer kept of earlier tokens. None: there are no earlier tokens."""
+        return (None,) * number if self.cache is None else self.cache.states(layer)
+
+    def keep(self, layer: int, *states: Tensor) -> None:
+        """Keep the states of a layer for later tokens, if there may be any."""
+        if self.cache is not None:
+            self.cache.keep(layer, *states)
+
     def label_weights(self) -> Tensor:
         """Return float32 [batch, sequence]: the weight of each label."""
         return (

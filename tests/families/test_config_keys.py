@@ -10,7 +10,8 @@ import pytest
 
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import Family, families
-from megaconv.families.parts.keys import HARMLESS, OFF
+from megaconv.families.parts.harmless_keys import HARMLESS
+from megaconv.families.parts.keys import OFF
 from megaconv.model.fields import fields_of
 from tests.config_models import WITHOUT_CLASS, WITHOUT_CONFIG
 from tests.families.test_same_function import BERT, T5, raw_config, raw_gpt2

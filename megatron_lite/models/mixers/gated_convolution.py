@@ -50,10 +50,8 @@ class GatedConvolution(nn.Module):
         channels = (Heads(self.channels),)
         x = own_heads_of_all_tokens(x, channels, run.context)
         weight = own_heads(self.conv1d.weight, channels, run.context)
-        documents = None if run.packed is None else run.packed.numbers
-        before = None if run.cache is None else run.cache.states(self.layer)[0]
-        y, last = short_convolution(x, weight, None, documents=documents, before=before)
-        if run.cache is not None:
-            run.cache.keep(self.layer, last)
+        (before,) = run.states(self.layer, 1)
+        y, last = short_convolution(x, weight, None, documents=run.documents, before=before)
+        run.keep(self.layer, last)
         each_channel = y.to(x.dtype).unsqueeze(-1)
         return all_heads_of_own_tokens(each_channel, run.context).squeeze(-1)

@@ -26,6 +26,7 @@ from megatron_lite.models.mixers.state_parameters import DELTA_NET_IN_FLOAT32
 from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.state_space.gated_delta import gated_delta_rule, gated_delta_step
 from megatron_lite.models.state_space.kernels import delta_kernel
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import Made, NormColumnLinear, RowLinear
 from megatron_lite.products.wide import wide
@@ -95,21 +96,24 @@ class GatedDeltaNet(nn.Module):
         write = own_heads_of_all_tokens(write, each_head, context)
         forget = own_heads_of_all_tokens(forget, each_head, context)
         weight = own_heads(self.conv1d.weight, self.parts, context)
-        dt_bias = own_heads(self.dt_bias, each_head, context)
-        a_log = own_heads(self.A_log, each_head, context)
-        documents = None if run.packed is None else run.packed.numbers
-        before, state = (None, None) if run.cache is None else run.cache.states(self.layer)
-        inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
-        time_steps = F.softplus(wide(forget) + wide(dt_bias))
-        decay = -wide(a_log).exp() * time_steps
+        before, state = run.states(self.layer, 2)
+        inner, before = self.conv1d.apply_to(inner, weight, None, run.documents, before)
+        decay = self._decay(forget, context)
         beta = wide(write).sigmoid() * self.most_written
         y, state = self._scan(inner, decay, beta, run.packed, state)
-        if run.cache is not None:
-            run.cache.keep(self.layer, before, state)
+        run.keep(self.layer, before, state)
         y = all_heads_of_own_tokens(y, context)
         normed = self.out_norm(y, gate.unflatten(-1, (self.heads, -1)))
         projected: Tensor = self.out_proj(normed.flatten(2))
         return projected
+
+    def _decay(self, forget: Tensor, context: ContextGroup | None) -> Tensor:
+        """Return the logarithm of the decay [tokens, batch, heads] of the heads that this rank computes. forget: their input."""
+        each_head = (Heads(self.heads),)
+        dt_bias = own_heads(self.dt_bias, each_head, context)
+        a_log = own_heads(self.A_log, each_head, context)
+        time_steps = F.softplus(wide(forget) + wide(dt_bias))
+        return -wide(a_log).exp() * time_steps
 
     def _scan(
         self,

@@ -31,6 +31,7 @@ from megatron_lite.models.passes import Packed, Pass
 from megatron_lite.models.state_space.kernels import kimi_delta_kernel
 from megatron_lite.models.state_space.kimi_delta import kimi_delta_rule, kimi_delta_step
 from megatron_lite.models.whole_linear import WholeLinear
+from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import ColumnLinear, RowLinear
 from megatron_lite.products.wide import wide
@@ -71,37 +72,30 @@ class KimiDeltaAttention(nn.Module):
         narrow_forget, narrow_gate = self.linear_gates_down(x).chunk(2, -1)
         forget: Tensor = self.linear_forget_up(narrow_forget)
         gate: Tensor = self.linear_gate_up(narrow_gate)
-        inner, decay, beta, before = self._convolved(inner, forget, write, run)
-        state = None if run.cache is None else run.cache.states(self.layer)[1]
-        y, state = self._scan(inner, decay, beta, run.packed, state)
-        if run.cache is not None:
-            run.cache.keep(self.layer, before, state)
-        y = all_heads_of_own_tokens(y, run.context)
+        context = run.context
+        inner = own_heads_of_all_tokens(inner, self.parts, context)
+        forget = own_heads_of_all_tokens(forget, self.parts[:1], context)
+        write = own_heads_of_all_tokens(write, (Heads(self.heads),), context)
+        weight = own_heads(self.conv1d.weight, self.parts, context)
+        before, state = run.states(self.layer, 2)
+        inner, before = self.conv1d.apply_to(inner, weight, None, run.documents, before)
+        decay = self._decay(forget, context)
+        y, state = self._scan(inner, decay, wide(write).sigmoid(), run.packed, state)
+        run.keep(self.layer, before, state)
+        y = all_heads_of_own_tokens(y, context)
         normed = self.out_norm(y, in_heads(gate, self.value_dim))
         projected: Tensor = self.out_proj(normed.flatten(2))
         return projected
 
-    def _convolved(
-        self, inner: Tensor, forget: Tensor, write: Tensor, run: Pass
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (q, k and v after the convolution, the decay's logarithm, beta, the last inputs of the convolution).
+    def _decay(self, forget: Tensor, context: ContextGroup | None) -> Tensor:
+        """Return the logarithm of the decay [tokens, batch, heads, key] of the heads that this rank computes.
 
-        The decay is [tokens, batch, heads, key], beta [tokens, batch, heads]. With context parallelism, all results are of
-        some heads and all tokens.
+        forget: the input for these heads, [tokens, batch, channels].
         """
-        context, each_head = run.context, (Heads(self.heads),)
-        inner = own_heads_of_all_tokens(inner, self.parts, context)
-        forget = own_heads_of_all_tokens(forget, self.parts[:1], context)
-        write = own_heads_of_all_tokens(write, each_head, context)
-        weight = own_heads(self.conv1d.weight, self.parts, context)
         dt_bias = own_heads(self.dt_bias, self.parts[:1], context)
-        a_log = own_heads(self.A_log, each_head, context)
-        documents = None if run.packed is None else run.packed.numbers
-        before = None if run.cache is None else run.cache.states(self.layer)[0]
-        inner, before = self.conv1d.apply_to(inner, weight, None, documents, before)
+        a_log = own_heads(self.A_log, (Heads(self.heads),), context)
         time_steps = F.softplus(wide(forget) + wide(dt_bias))
-        decay = -wide(a_log).exp().unsqueeze(-1) * in_heads(time_steps, self.key_dim)
-        return inner, decay, wide(write).sigmoid(), before
+        return -wide(a_log).exp().unsqueeze(-1) * in_heads(time_steps, self.key_dim)
 
     def _scan(
         self,
