@@ -48,5 +48,7 @@ def complete_shards(path: Path) -> list[Path]:
     if len(by_model) != 1:
         return []
     (((_, count, _), files),) = by_model.items()
-    is_complete = len(files) == count and set(files) == set(range(1, count + 1))
-    return [files[number] for number in sorted(files)] if is_complete else []
+    numbers = sorted(files)
+    # The count is compared first: a hostile name may claim any number of shards.
+    is_complete = len(numbers) == count and numbers == list(range(1, count + 1))
+    return [files[number] for number in numbers] if is_complete else []

@@ -100,11 +100,13 @@ def unpacked(stored: Bytes, bits: int) -> Bytes:
     if bits == 8:
         return stored
     if bits == 4:
-        return np.stack([stored & 15, stored >> 4], axis=-1).reshape(rows, -1)
+        low, high = stored & 15, stored >> 4
+        return np.stack([low, high], axis=-1).reshape(rows, -1)
     # Eight codes fill as many bytes as a code has bits.
     eight = np.zeros((rows, stored.shape[1] // bits, 8), np.uint8)
     eight[:, :, :bits] = stored.reshape(rows, -1, bits)
     shifts = np.arange(0, 8 * bits, bits, dtype=np.uint64)
-    codes = eight.view("<u8") >> shifts & np.uint64((1 << bits) - 1)
+    largest = np.uint64((1 << bits) - 1)
+    codes = (eight.view("<u8") >> shifts) & largest
     found: Bytes = codes.astype(np.uint8).reshape(rows, -1)
     return found

@@ -77,15 +77,16 @@ class EncoderEmbedder:
         pad = self._tokenizer.pad or 0
         own = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
         rows = [[*self._before, *tokens, *self._behind] for tokens in own]
-        lengths = np.array([len(row) for row in rows])[:, None]
-        own_ends = lengths - len(self._behind)
-        places = np.arange(lengths.max())
-        seen = places < lengths
-        is_own = places < own_ends
-        is_own &= places >= len(self._before)
-        ids = np.full(seen.shape, pad, np.int64)
-        ids[seen] = np.concatenate(rows)
-        return ids, seen.astype(np.int64), is_own[:, :, None].astype(np.float32)
+        longest = max(map(len, rows))
+        ids = np.full((len(rows), longest), pad, np.int64)
+        seen = np.zeros((len(rows), longest), np.int64)
+        counted = np.zeros((len(rows), longest, 1), np.float32)
+        for number, (row, tokens) in enumerate(zip(rows, own, strict=True)):
+            start = len(self._before)
+            ids[number, : len(row)] = row
+            seen[number, : len(row)] = 1
+            counted[number, start : start + len(tokens)] = 1
+        return ids, seen, counted
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer puts before and behind a text."""

@@ -102,6 +102,14 @@ class LlamaInside:
             return name
         return f"{match[1]}{kept[int(match[2])]}.{match[3]}"
 
+    def _name_in_llama(self, name: str) -> str | None:
+        """The Llama's name of a tensor of the original; None for layers for images."""
+        match, kept = _LAYER.fullmatch(name), self._kept()
+        if match is None:
+            return name
+        layer = int(match[2])
+        return f"{match[1]}{kept.index(layer)}.{match[3]}" if layer in kept else None
+
     def shape_in_original(self, name: str, shape: Shape) -> Shape:
         """The shape that the original has for a tensor of the Llama."""
         return (shape[0] + IMAGE_ROWS, *shape[1:]) if name == EMBEDDING else shape
@@ -167,14 +175,11 @@ class LlamaInside:
         """
         for name, rows in ((_HEAD, self.vocab), (EMBEDDING, self.vocab + IMAGE_ROWS)):
             self._require_rows(name, rows, found.get(name), where)
-        numbers = {original: layer for layer, original in enumerate(self._kept())}
         taken: dict[str, LazyTensor] = {}
         for name, tensor in found.items():
-            match = _LAYER.fullmatch(name)
-            if match is None:
-                taken[name] = tensor
-            elif int(match[2]) in numbers:
-                taken[f"{match[1]}{numbers[int(match[2])]}.{match[3]}"] = tensor
+            name_in_llama = self._name_in_llama(name)
+            if name_in_llama is not None:
+                taken[name_in_llama] = tensor
         taken[EMBEDDING] = Rows(found[EMBEDDING], 0, self.vocab)
         left_out = {LEFT_OUT: len(found) - len(taken)}
         return taken, {**left_out, f"the last {IMAGE_ROWS} rows of the embedding": 1}
