@@ -6,18 +6,20 @@ from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megaconv.engine.conversion import convert, fingerprint
 from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, UnknownFamily
 from megaconv.families import families, family
 from megaconv.families.parts.hf_config import load_config
 from megaconv.megatron.arguments.latent import read_latent
+from megaconv.megatron.arguments.null_tokenizer import size_for_all_releases
 from megaconv.megatron.arguments.read import from_arguments, true_vocab
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import changed
-from megaconv.model.layout import Layout
+from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.training import TrainingState
 from megaconv.options import ConvertOptions, SaveOptions
 from tests.config_models import (
@@ -373,6 +375,17 @@ def test_heads_that_rotate_in_part_do_not_become_a_llama() -> None:
             1,
             100,
         ),
+        (
+            {
+                "vocab_size": 100,
+                "make_vocab_size_divisible_by": 8,
+                "tokenizer_type": "NullTokenizer",
+                "null_tokenizer_eod_id": None,
+            },
+            104,
+            1,
+            100,
+        ),
         ({"vocab_size": 100}, 128, 1, 100),
         ({"vocab_size": 100, "make_vocab_size_divisible_by": 8}, 128, 4, 100),
         ({"vocab_size": 100, "make_vocab_size_divisible_by": 8}, 128, 1, None),
@@ -385,6 +398,15 @@ def test_the_true_vocabulary_is_believed_only_if_padding_leads_to_the_rows_there
     args: Raw, padded: int, tp: int, vocab: int | None
 ) -> None:
     assert true_vocab(Namespace(**args), padded, tp) == vocab
+
+
+@given(vocab=st.integers(2, 5000), multiple=st.sampled_from([2, 8, 128, 512]))
+def test_the_null_tokenizers_size_gives_the_same_rows_in_all_releases(
+    vocab: int, multiple: int
+) -> None:
+    size = size_for_all_releases(vocab, multiple)
+    up_to_core_17, later = padded_vocab(size + 1, multiple, 1), padded_vocab(size, multiple, 1)
+    assert up_to_core_17 == later == padded_vocab(vocab, multiple, 1)
 
 
 # Latent attention.

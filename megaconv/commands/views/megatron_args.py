@@ -11,6 +11,7 @@ from formats.torch_dist import is_dcp, read_backend
 from megaconv.errors import NotExpressible
 from megaconv.families.parts.whole_model import named
 from megaconv.megatron.arguments.command_line import CommandLine, command_line
+from megaconv.megatron.arguments.null_tokenizer import NULL_TOKENIZER, size_for_all_releases
 from megaconv.megatron.arguments.run_arguments import OPTIMIZATION
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.megatron.distributed.run_config import nemo_weights
@@ -70,9 +71,8 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
         notes.append(
             "the checkpoint is of a HybridModel: give these flags to pretrain_hybrid.py of Megatron core 0.19"
         )
-    arguments |= (
-        _tokenizer(header, notes) | _checkpoint(header, place, notes) | _batch(arguments, notes)
-    )
+    arguments |= _tokenizer(header, divisor * layout.tp, notes)
+    arguments |= _checkpoint(header, place, notes) | _batch(arguments, notes)
     found = command_line(arguments)
     if found.unsettable:
         unsettable = ", ".join(f"{name}={value}" for name, value in found.unsettable.items())
@@ -82,7 +82,7 @@ def megatron_args(header: Header, place: Path | None) -> tuple[CommandLine, list
     return found, notes
 
 
-def _tokenizer(header: Header, notes: list[str]) -> dict[str, Any]:
+def _tokenizer(header: Header, multiple: int, notes: list[str]) -> dict[str, Any]:
     beside = next((header.files[name] for name in _TOKENIZER_FILES if name in header.files), None)
     if beside is not None:
         return {
@@ -91,11 +91,10 @@ def _tokenizer(header: Header, notes: list[str]) -> dict[str, Any]:
             "vocab_size": None,
         }
     notes.append("the checkpoint has no tokenizer: these flags are for token ids (NullTokenizer)")
-    # It counts one token more than its argument says.
     return {
-        "tokenizer_type": "NullTokenizer",
+        "tokenizer_type": NULL_TOKENIZER,
         "tokenizer_model": None,
-        "vocab_size": header.config.vocab - 1,
+        "vocab_size": size_for_all_releases(header.config.vocab, multiple),
     }
 
 

@@ -19,6 +19,7 @@ from megaconv.megatron.arguments.encoder import read_encoder, sees_both_ways
 from megaconv.megatron.arguments.latent import read_latent
 from megaconv.megatron.arguments.linear import read_linear
 from megaconv.megatron.arguments.mamba import NEEDED_OF_MAMBA, read_mamba, stages_of
+from megaconv.megatron.arguments.null_tokenizer import adds_a_token
 from megaconv.megatron.arguments.retrieval import NEEDED_OF_RETRIEVAL, read_retrieval
 from megaconv.megatron.arguments.rope import read_scaling
 from megaconv.megatron.arguments.router import read_own_router
@@ -382,7 +383,7 @@ def true_vocab(args: Namespace, padded: int, tp: int) -> int | None:
     vocab = getattr(args, "vocab_size", None)
     if not isinstance(vocab, int):
         return None
-    if getattr(args, "tokenizer_type", None) == "NullTokenizer":
-        vocab += 1  # it adds an end-of-document token
+    if adds_a_token(vars(args)):
+        vocab += 1
     divisor = getattr(args, "make_vocab_size_divisible_by", None) or 128
     return vocab if 0 <= padded - vocab < divisor * tp else None

@@ -21,6 +21,7 @@ from megaconv.megatron.arguments.expressible import (
 from megaconv.megatron.arguments.latent import latent_arguments
 from megaconv.megatron.arguments.linear import linear_arguments
 from megaconv.megatron.arguments.mamba import mamba_arguments
+from megaconv.megatron.arguments.null_tokenizer import adds_a_token
 from megaconv.megatron.arguments.read import from_arguments, read_layout, tensor_fields
 from megaconv.megatron.arguments.retrieval import retrieval_arguments
 from megaconv.megatron.arguments.rope import write_scaling
@@ -284,11 +285,10 @@ def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[
 def _vocabulary(
     config: ModelConfig, training: TrainingState, divisor: int, padded: int
 ) -> dict[str, Any]:
-    adds_a_token = training.arguments.get("tokenizer_type") == "NullTokenizer"
     return {
         "untie_embeddings_and_output_weights": config.has("untied"),
         "make_vocab_size_divisible_by": divisor,
-        "vocab_size": config.vocab - adds_a_token,
+        "vocab_size": config.vocab - adds_a_token(training.arguments),
         "padded_vocab_size": padded,
     }
 
