@@ -223,7 +223,7 @@ _BY_REASON: Mapping[str, str] = {
         decoder_seq_length disable_msc_deprecated enable_msc encoder_seq_length eod_mask_loss fim_data fim_eod_token
         fim_fragment_rate fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
         fim_suffix_token finetune_data_files finetune_data_split finetune_hf_dataset legacy_tokenizer mask_prob
-        metadata_path mid_level_dataset_surplus mmap_bin_files mmap_warmup mock_data null_tokenizer_eod_id null_tokenizer_pad_id
+        metadata_path mid_level_dataset_surplus mmap_bin_files mmap_warmup mock_data null_tokenizer_pad_id
         num_dataset_builder_threads num_workers object_storage_cache_path pad_vocab_size padded_vocab_size
         per_dataset_sequences_path per_split_data_args_path phase_transition_iterations renormalize_blend_weights
         reset_attention_mask reset_position_ids s3_cache_path sample_rate seq_length sft sft_tokenizer_prompt_format

@@ -53,7 +53,7 @@ _READ = """
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout
     transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm bf16
-    vocab_size make_vocab_size_divisible_by tokenizer_type tokenizer_model vocab_file merge_file
+    vocab_size make_vocab_size_divisible_by tokenizer_type null_tokenizer_eod_id tokenizer_model vocab_file merge_file
     overlap_grad_reduce ddp_num_buckets ddp_bucket_size consumed_train_samples consumed_valid_samples
     decoupled_lr apply_wd_to_qk_layernorm no_weight_decay_cond_type
     softmax_scale

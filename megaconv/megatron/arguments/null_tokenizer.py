@@ -4,16 +4,15 @@ up to core 0.17      vocab_size tokens, and a token for the end of a document be
 core 0.18 and later  vocab_size tokens in all; the end of a document is the last one, or null_tokenizer_eod_id
 """
 
-from collections.abc import Mapping
-from typing import Any
+from argparse import Namespace
 
 NULL_TOKENIZER = "NullTokenizer"
 
 
-def adds_a_token(arguments: Mapping[str, Any]) -> bool:
+def adds_a_token(args: Namespace) -> bool:
     """True if the tokenizer of a run with these arguments has one token more than `vocab_size`."""
-    is_null = arguments.get("tokenizer_type") == NULL_TOKENIZER
-    return is_null and "null_tokenizer_eod_id" not in arguments
+    is_null = getattr(args, "tokenizer_type", None) == NULL_TOKENIZER
+    return is_null and not hasattr(args, "null_tokenizer_eod_id")
 
 
 def size_for_all_releases(vocab: int, multiple: int) -> int:

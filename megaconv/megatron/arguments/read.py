@@ -383,7 +383,7 @@ def true_vocab(args: Namespace, padded: int, tp: int) -> int | None:
     vocab = getattr(args, "vocab_size", None)
     if not isinstance(vocab, int):
         return None
-    if adds_a_token(vars(args)):
+    if adds_a_token(args):
         vocab += 1
     divisor = getattr(args, "make_vocab_size_divisible_by", None) or 128
     return vocab if 0 <= padded - vocab < divisor * tp else None

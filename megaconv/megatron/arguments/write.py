@@ -285,10 +285,11 @@ def _positions(config: ModelConfig, allow_lossy: bool, *, legacy: bool) -> dict[
 def _vocabulary(
     config: ModelConfig, training: TrainingState, divisor: int, padded: int
 ) -> dict[str, Any]:
+    run = Namespace(**training.arguments)
     return {
         "untie_embeddings_and_output_weights": config.has("untied"),
         "make_vocab_size_divisible_by": divisor,
-        "vocab_size": config.vocab - adds_a_token(training.arguments),
+        "vocab_size": config.vocab - adds_a_token(run),
         "padded_vocab_size": padded,
     }
 
