@@ -1,14 +1,14 @@
 """The arithmetic of LoRA: the delta of a pair of matrices and its addition to a weight, bit for bit as peft on a CPU.
 
-    delta               (B @ A) * scale, in float32; rounded to the adapter's dtype where that has 16 bits
+    delta               (B @ A) * scale, in float32, also of an adapter in 16 bits: peft loads its matrices as float32
     Linear, Conv1D      weight + delta, rounded once
     embedding, experts  the delta is rounded to the weight's dtype first, then added
     DoRA                magnitude / |weight + delta| * (weight + delta), the norm of each row, rounded once
 
-The sums of the product run over the rank in order, with one fused multiply-add per step. BLAS libraries compute
-matrices this way, but not vectors. Therefore no vector is multiplied here, and an element has the same bits in
-whichever rectangle it is computed. With a BLAS that sums in another order, the last bit of float32 may differ from
-peft's.
+The sums of the product run over the rank in order, with one fused multiply-add per step. torch computes this way.
+BLAS libraries compute matrices of two rows this way, but not vectors. Therefore no vector is multiplied here, and an
+element has the same bits in whichever rectangle it is computed. With a BLAS that sums in another order, the last bit of
+float32 may differ from peft's.
 
 Nothing is cached between two rectangles: an adapter's rows and columns are read again for each.
 """
@@ -52,14 +52,17 @@ def _as_floats(stored: Bytes, dtype: str) -> Floats:
 
 
 def product(left: Floats, right: Floats) -> Floats:
-    """left @ right. No factor is a vector, so that BLAS sums every element in the same order."""
+    """left @ right. No factor is a vector, so that BLAS sums every element in the same order.
+
+    OpenBLAS sums in another order from rank 8 on, in its functions for four rows and more. So each call has two rows.
+    """
     rows, cols = len(left), right.shape[1]
-    # A repeated row or column avoids BLAS's vector product; the repetition is dropped from the result.
-    if rows == 1:
-        left = np.repeat(left, 2, axis=0)
+    if rows % 2:
+        left = np.concatenate([left, left[-1:]])
     if cols == 1:
         right = np.repeat(right, 2, axis=1)
-    found: Floats = np.matmul(left, right)[:rows, :cols]
+    pairs = left.reshape(-1, 2, left.shape[1])
+    found: Floats = np.matmul(pairs, right).reshape(len(left), -1)[:rows, :cols]
     return found
 
 
@@ -92,13 +95,12 @@ class Delta:
         a = read_floats(self.a, Box(expert * rank, (expert + 1) * rank, *ins))
         b = read_floats(self.b, Box(*outs, 0, rank * self.experts))[:, expert :: self.experts]
         found = product(np.ascontiguousarray(b), a) * np.float32(self.scale)
-        found = _as_floats(rounding.rounded(found, self.b.dtype), self.b.dtype)
         return found.T if self.flipped else found
 
 
 @dataclass(frozen=True)
 class ScaledVector:
-    """A vector times a number, rounded to the vector's dtype: the change of a bias by lora_B.bias."""
+    """A vector times a number: the change of a bias by lora_B.bias."""
 
     source: LazyTensor
     scale: float
@@ -110,12 +112,7 @@ class ScaledVector:
 
     def read_into(self, box: Box, out: Bytes) -> None:
         found = read_floats(self.source, box) * np.float32(self.scale)
-        np.copyto(
-            out,
-            _as_floats(rounding.rounded(found, self.source.dtype), self.source.dtype).view(
-                np.uint8
-            ),
-        )
+        np.copyto(out, np.ascontiguousarray(found).view(np.uint8))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ here.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from formats.tensor import LazyTensor, Shape
@@ -49,9 +49,11 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     Raises TensorMismatch for an adapter of another model, NotExpressible for a change that can't be merged.
     """
     adapter, config = resized(adapter, family, config)
-    names = _Names(family, _untied(adapter, family, config), str(adapter.weights))
+    names = _Names(family, config, str(adapter.weights))
+    if config.tie_embeddings:
+        adapter = without_repeats(adapter, names.parts, names.path)
+        names = replace(names, config=_untied(adapter, names))
     found = Changes(names.config)
-    adapter = without_repeats(adapter, names.parts, names.path)
     for name, tensor in adapter.replaced.items():
         found.replaced |= names.canonical(names.native(name), tensor)
     for name, tensor in adapter.tokens.items():
@@ -102,27 +104,25 @@ def _is_of_parameter(native: NativeTensor, config: AdapterConfig) -> bool:
     return len(native.shape) == 3 or is_listed
 
 
-def _untied(adapter: Adapter, family: Family, config: ModelConfig) -> ModelConfig:
-    """The model's configuration; head and embedding are untied if the adapter changes only one of them."""
-    if not config.tie_embeddings or adapter.config.keeps_tie:
-        return config
-    names = _Names(family, config, str(adapter.weights))
-    shared = {
-        name
-        for native in names.natives.values()
-        if native.copy is not None
-        for name in native.parts
-    }
-    touched = [
-        *map(names.tensor, adapter.replaced),
-        *(names.path(module) + ".weight" for module in adapter.modules),
-    ]
-    if not any(
-        name in names.natives and shared & names.natives[name].parts.keys() for name in touched
-    ):
-        return config
-    untied = changed(config, {"tie_embeddings": False})
-    if not shared < set(canonical_shapes(family.rows, untied)):
+def _untied(adapter: Adapter, names: "_Names") -> ModelConfig:
+    """The configuration of a tied model; head and embedding are untied if the adapter changes only one of them.
+
+    names: of the tied model. adapter: without changes of the head that repeat the embedding's.
+    Raises NotExpressible for a family that has no separate head.
+    """
+    natives, keeps_tie = names.natives, adapter.config.keeps_tie
+    heads = {name for name, native in natives.items() if native.copy is not None}
+    shared = {part for name in heads for part in natives[name].parts}
+    wholes = [*map(names.tensor, adapter.replaced)]
+    wholes += [f"{names.path(module)}.weight" for module in adapter.modules]
+    # peft puts new rows of the embedding into a tied head too.
+    changes_head = not heads.isdisjoint([*wholes, *map(names.tensor, adapter.tokens)])
+    changed_parts = {part for name in wholes if name in natives for part in natives[name].parts}
+    changes_embedding = not shared.isdisjoint(changed_parts)
+    if not changes_head and (keeps_tie or not changes_embedding):
+        return names.config
+    untied = changed(names.config, {"tie_embeddings": False})
+    if not shared < set(canonical_shapes(names.family.rows, untied)):
         raise NotExpressible(
             f"{adapter.weights}: changes the embedding alone, which this family's models have as their head too"
         )
@@ -181,8 +181,8 @@ class _Names:
             )
         if native.copy is not None:
             raise NotExpressible(
-                f"{self.where}: has an adapter of {name}, which the model keeps tied (ensure_weight_tying); "
-                "the embedding's own adapter holds for both"
+                f"{self.where}: has an adapter of {name}, which is tied to the embedding. megaconv merge BASE ADAPTER merges it into "
+                "its base"
             )
         return native
 

@@ -1,5 +1,8 @@
 """The changes of a tied head that repeat the embedding's: peft 0.21 writes both with `ensure_weight_tying`.
 
+In the computation of peft, each of them counts once. `merge_and_unload` of peft 0.21.2 adds both to the shared tensor.
+If the base has 16 bits, peft trains the two apart, so that they differ.
+
     embedding      lora_embedding_A [r, vocabulary], lora_embedding_B [hidden, r]
     head           lora_B [vocabulary, r] is the transpose of the first, lora_A [r, hidden] of the second
     whole tensors  the same tensor under both names

@@ -68,17 +68,18 @@ def resized(adapter: Adapter, family: Family, config: ModelConfig) -> tuple[Adap
     names = _names_in_files(family, untied)
     held = {kind: adapter.replaced.get(name) for kind, name in names.items()}
     embedding, head = held.get("embed.weight"), held.get("head.weight")
-    if embedding is None or len(embedding.shape) != 2:
+    whole = head if embedding is None else embedding
+    if whole is None or len(whole.shape) != 2 or whole.shape[0] in (0, config.vocab):
         return adapter, config
-    if embedding.shape[0] in (0, config.vocab):
-        return adapter, config
-    larger = changed(config, {"vocab": embedding.shape[0]})
+    larger = changed(config, {"vocab": whole.shape[0]})
     checked = config, larger
     if not adapter.config.keeps_tie:
         # The base's head can't stay tied to a larger embedding that was trained alone.
         checked = untied, changed(larger, {"tie_embeddings": False})
     _require_both(adapter, family, checked, names)
-    if config.tie_embeddings and head is not None and _is_shared(adapter, names, embedding, head):
+    if not config.tie_embeddings or embedding is None or head is None:
+        return adapter, larger
+    if _is_shared(adapter, names, embedding, head):
         adapter = _without(adapter, names["head.weight"])
     return adapter, larger
 
@@ -110,7 +111,7 @@ def _require_both(
     configs: tuple[ModelConfig, ModelConfig],
     names: Mapping[str, str],
 ) -> None:
-    """Raise TensorMismatch if a tensor of the base would have another number of tokens than the embedding.
+    """Raise TensorMismatch if a tensor of the base would have another number of tokens than the adapter's.
 
     configs: the base's configuration, and the one with the adapter's number of tokens.
     """
@@ -120,7 +121,7 @@ def _require_both(
         of_adapter = adapter.replaced.get(names.get(name, name))
         if shape != before[name] and (of_adapter is None or of_adapter.shape != shape):
             raise TensorMismatch(
-                f"{adapter.weights}: has an embedding of {larger.vocab} tokens, the base of {config.vocab}, and no {names.get(name, name)} "
+                f"{adapter.weights}: has a vocabulary of {larger.vocab} tokens, the base of {config.vocab}, and no {names.get(name, name)} "
                 f"of {larger.vocab}; resize the base's vocabulary first (transformers: resize_token_embeddings)",
                 code="misshapen-tensor",
             )

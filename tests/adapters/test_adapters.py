@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats.tensor import Box, matrix_shape, read_tensor
+from megaconv.adapters.low_rank import product
 from megaconv.adapters.merging import merge
 from megaconv.engine.preparation import open_source
 from megaconv.input import find_input
@@ -300,10 +301,31 @@ def test_a_tied_head_may_repeat_the_changes_of_the_embedding(tmp_path: Path) -> 
         whole.to(replaced["model.embed_tokens.weight"].dtype),
     )
 
-    other = of_embedding | of_head | {PREFIX + "lm_head.lora_A.weight": torch.randn(4, 32)}
-    adapter = edited(TIED / "adapter", tmp_path / "other", settings, lambda _: other)
+    changed_head = {PREFIX + "lm_head.lora_A.weight": torch.randn(4, 32)}
+    apart = merged("apart", of_embedding | of_head | changed_head)
+    assert torch.equal(apart["model.embed_tokens.weight"], once["model.embed_tokens.weight"])
+    alone = merged("alone", of_head | changed_head)
+    assert torch.equal(apart["lm_head.weight"], alone["lm_head.weight"])
+    assert not torch.equal(apart["lm_head.weight"], once["model.embed_tokens.weight"])
+
+
+def test_rows_of_a_tied_head_alone_untie_it(tmp_path: Path) -> None:
+    """peft computes with the embedding of the base then."""
+    rows = torch.randn(2, 32)
+    settings = {"rank_pattern": {}, "trainable_token_indices": {"lm_head": [7, 3]}}
+    adapter = edited(
+        TIED / "adapter", tmp_path / "adapter", settings,
+        lambda _: {f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta": rows},
+    )  # fmt: skip
     outcome = run("merge", TIED / "base", adapter, "--save-dir", tmp_path / "out")
-    assert_refused(outcome, 2, "lm_head", "keeps tied")
+    assert outcome.status == 0, outcome
+    base, found = (
+        load_file(tmp_path / path / "model.safetensors") for path in (TIED / "base", "out")
+    )
+    embedding = base["model.embed_tokens.weight"]
+    assert torch.equal(found["model.embed_tokens.weight"], embedding)
+    embedding[[7, 3]] = rows.to(embedding.dtype)
+    assert torch.equal(found["lm_head.weight"], embedding)
 
 
 def test_weights_that_a_merge_would_make_infinite_or_nan_are_refused(tmp_path: Path) -> None:
@@ -443,6 +465,38 @@ def test_optimizer_state_does_not_go_along_with_merged_weights(tmp_path: Path) -
     assert_refused(run("convert", *options, "--optimizer"), 2, "--optimizer", "--adapter")
 
 
+@pytest.mark.parametrize("rank", [1, 3, 8, 16, 31])
+def test_a_product_adds_in_the_order_of_the_rank(rank: int) -> None:
+    """torch's sums: one fused multiply-add after the other. Double precision holds each product exactly."""
+    generator = np.random.default_rng(rank)
+    left = generator.standard_normal((65, rank), np.float32)
+    right = generator.standard_normal((rank, 97), np.float32)
+    expected = np.zeros((65, 97), np.float32)
+    for column, row in zip(left.T.astype(np.float64), right.astype(np.float64), strict=True):
+        expected = (np.outer(column, row) + expected).astype(np.float32)
+    assert np.array_equal(product(left, right), expected)
+    assert np.array_equal(product(left[7:8], right[:, 5:6]), expected[7:8, 5:6])
+
+
+def test_an_adapter_of_16_bits_is_computed_in_float32(tmp_path: Path) -> None:
+    """peft loads its matrices as float32, also for a base of 16 bits."""
+    halved = edited(
+        LINEAR / "adapter", tmp_path / "bf16",
+        tensors=lambda held: {name: each.bfloat16() for name, each in held.items()},
+    )  # fmt: skip
+    widened = edited(
+        halved, tmp_path / "fp32",
+        tensors=lambda held: {name: each.float() for name, each in held.items()},
+    )  # fmt: skip
+    for adapter in (halved, widened):
+        out = tmp_path / f"{adapter.name}-out"
+        assert run("merge", LINEAR / "base", adapter, "--save-dir", out).status == 0
+    assert_same_bits(
+        load_file(tmp_path / "bf16-out/model.safetensors"),
+        load_file(tmp_path / "fp32-out/model.safetensors"),
+    )
+
+
 @pytest.mark.parametrize("word", ["{}:much", "{}:nan", "{}-nothing:0.5"])
 def test_a_weight_that_is_no_number_or_a_missing_directory_is_an_error(
     word: str, tmp_path: Path
@@ -472,13 +526,10 @@ def test_a_weight_that_is_no_number_or_a_missing_directory_is_an_error(
 def test_merged_weights_equal_those_of_peft(
     options: dict[str, Any], adapter_dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Against the installed peft, on kinds that the fixtures don't have; DoRA is compared for float32 adapters only, since
-    peft rounds more than once where the adapter has 16 bits."""
+    """Against the installed peft, on kinds that the fixtures don't have. peft loads an adapter of 16 bits as float32."""
     peft = pytest.importorskip("peft", reason="peft, the oracle, is not installed")
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    if options.get("use_dora") and adapter_dtype != torch.float32:
-        pytest.skip("peft sums DoRA's weights in the adapter's 16 bits")
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 64,
@@ -500,6 +551,8 @@ def test_merged_weights_equal_those_of_peft(
         if "lora_" in name:
             parameter.data = parameter.data.to(adapter_dtype)
     model.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    model = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter")
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert (
         run("merge", tmp_path / "base", tmp_path / "adapter", "--save-dir", tmp_path / "out").status

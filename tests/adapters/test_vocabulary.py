@@ -72,6 +72,10 @@ def _without_head(tensors: Tensors) -> Tensors:
     return {name: each for name, each in tensors.items() if "lm_head" not in name}
 
 
+def _without_embedding(tensors: Tensors) -> Tensors:
+    return {name: each for name, each in tensors.items() if "embed_tokens" not in name}
+
+
 def _one_row_less(tensors: Tensors) -> Tensors:
     cut = f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta"
     return {**tensors, cut: tensors[cut][:-1]}
@@ -85,7 +89,9 @@ def _whole_numbers(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize(
     ("case", "settings", "change", "words"),
     [
-        (RESIZED, {}, _without_head, ("an embedding of 108 tokens, the base of 99, and no lm_head.weight of 108",)),
+        (RESIZED, {}, _without_embedding,
+         ("a vocabulary of 108 tokens, the base of 99, and no model.embed_tokens.weight of 108",)),
+        (RESIZED, {}, _without_head, ("a vocabulary of 108 tokens, the base of 99, and no lm_head.weight of 108",)),
         (TIED, {}, _without_head, ("and no lm_head.weight of 108",)),
         (TOKENS, {}, _whole_numbers, ("has rows of int32 for lm_head.weight",)),
         (TOKENS, {}, _one_row_less, ("has rows [2, 32]", "trainable_token_indices lists 3 tokens")),
