@@ -2,7 +2,7 @@
 
     delta               (B @ A) * scale, in float32, also of an adapter in 16 bits: peft loads its matrices as float32
     Linear, Conv1D      weight + delta, rounded once
-    embedding, experts  the delta is rounded to the weight's dtype first, then added
+    embedding, experts  the delta is rounded to the weight's dtype first, then added; with MiCA, everywhere
     DoRA                magnitude / |weight + delta| * (weight + delta), the norm of each row, rounded once
 
 The sums of the product run over the rank in order, with one fused multiply-add per step. torch computes this way.

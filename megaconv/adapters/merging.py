@@ -10,9 +10,10 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.regular_files import read_small
 from formats.tensor import InputFile, LazyTensor
 from formats.wording import counted
+from megaconv.adapters.initialization import Remainder, removed_parts
 from megaconv.adapters.low_rank import MergedTensor
 from megaconv.adapters.opening import open_adapter
-from megaconv.adapters.peft_files import CONFIG, Adapter
+from megaconv.adapters.peft_files import CONFIG, OLORA, PISSA, Adapter
 from megaconv.adapters.targets import Changes, changes_of
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
@@ -24,6 +25,7 @@ from megaconv.options import AdapterChoice
 from megaconv.values.cast import CastTensor
 
 _HASHED_AT_ONCE = 8 << 20
+_INITIALIZATIONS = {PISSA: "PiSSA", OLORA: "OLoRA"}
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,22 @@ class Merged:
     choice: AdapterChoice
     adapter: Adapter
     changes: Changes
+    removed: Mapping[str, LazyTensor] = field(default_factory=dict)
+    """The part of each weight that the training took out of the base, by canonical name."""
+
+    @property
+    def needs_the_base(self) -> bool:
+        """True if the adapter was computed from the base's own weights, which no other adapter may change."""
+        return self.adapter.config.dora or bool(self.removed)
 
     @property
     def summary(self) -> str:
         """A line for people: which adapter was merged, and how."""
         config, count = self.adapter.config, len(self.adapter.modules)
         kind = "LoRA"
-        if config.dora:
+        if config.initialization:
+            kind = _INITIALIZATIONS[config.initialization]
+        elif config.dora:
             kind = "DoRA"
         elif config.rslora:
             kind = "rsLoRA"
@@ -139,7 +150,7 @@ class MergedSource:
         for key in self.header.manifest:
             tensor = found[key] if key in found else found[Key("embed.weight")]
             for each in self.merged:
-                tensor = _changed(key.name, tensor, each.changes, self.overflow)
+                tensor = _changed(key.name, tensor, each, self.overflow)
             yield key, tensor
 
     @property
@@ -148,6 +159,10 @@ class MergedSource:
         found = [each.summary for each in self.merged]
         if untied:
             found.append("head and embedding are no longer tied: the adapter changes one of them")
+        if any(each.removed for each in self.merged):
+            found.append(
+                "the parts of the base that PiSSA and OLoRA took out are computed again: the last bits may differ from peft's"
+            )
         found += self._notices_of_vocabulary()
         if (self.source.header.config.hf or {}).get("quantization_config"):
             found.append("the base is quantized: adapters are merged into its dequantized weights")
@@ -165,10 +180,13 @@ class MergedSource:
         return [f"the vocabulary has {after} tokens instead of {before}; {tokenizer}"]
 
 
-def _changed(name: str, tensor: LazyTensor, changes: Changes, overflow: bool) -> LazyTensor:
+def _changed(name: str, tensor: LazyTensor, merged: Merged, overflow: bool) -> LazyTensor:
+    changes = merged.changes
     if name in changes.replaced:
         own = changes.replaced[name]
         tensor = own if own.dtype == tensor.dtype else CastTensor(own, tensor.dtype, name, overflow)
+    if name in merged.removed:
+        tensor = Remainder(tensor, merged.removed[name])
     change = changes.deltas.get(name)
     if change is not None:
         tensor = MergedTensor(tensor, change, name, overflow)
@@ -193,17 +211,21 @@ def merge(
         place = resolve(choice.place)
         if isinstance(place, str):
             raise UsageError(f"--adapter {place}: expected a directory or a Hub id")
-        adapter = open_adapter(place)
+        adapter = open_adapter(place, with_base=True)
         if adapter.directory != place:  # an iteration of a run: the record names the iteration
             run = choice.place.rstrip("/")
             choice = choice._replace(place=f"{run}/{adapter.directory.name}")
         changes = changes_of(adapter, choice.weight, family(config.family), config)
         changed_before = [name for each in merged for name in each.changes.deltas]
         again = [name for name in changed_before if name in changes.deltas]
-        merged.append(Merged(choice, adapter, changes))
-        if again and any(each.adapter.config.dora for each in merged):
+        tensors = dict(source.tensors()) if adapter.config.initialization else {}
+        removed = removed_parts(
+            adapter, choice.weight, family(config.family), changes.config, tensors
+        )
+        merged.append(Merged(choice, adapter, changes, removed))
+        if again and any(each.needs_the_base for each in merged):
             raise NotExpressible(
-                f"{adapter.weights}: {again[0]} has two adapters, one of them DoRA, "
+                f"{adapter.weights}: {again[0]} has two adapters, one of them DoRA, PiSSA or OLoRA, "
                 "which is about the base's own weights"
             )
         config = changes.config

@@ -15,6 +15,7 @@ from megaconv.adapters.peft_files import (
     adapter_directory,
     open_peft_adapter,
     peft_config,
+    refuse_initialization,
 )
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UsageError
 
@@ -22,8 +23,11 @@ _READ_FROM = (*FLOATS, "float64")
 """Dtypes of an adapter's tensors."""
 
 
-def open_adapter(directory: Path) -> Adapter:
-    """Open an adapter. Raises CheckpointError if it isn't a complete LoRA adapter or can't be merged."""
+def open_adapter(directory: Path, *, with_base: bool = False) -> Adapter:
+    """Open an adapter. Raises CheckpointError if it isn't a complete LoRA adapter or can't be merged.
+
+    with_base: True if the caller has the base's weights, and takes out the parts that PiSSA and OLoRA took out.
+    """
     if not directory.is_dir():
         raise UsageError(f"--adapter {directory}: no such directory")
     directory = adapter_directory(directory)
@@ -33,6 +37,8 @@ def open_adapter(directory: Path) -> Adapter:
             f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
         )
     config = read_adapter_config(path)
+    if config.initialization and not with_base:
+        refuse_initialization(config.initialization, str(path))
     is_of_mlx = _is_of_mlx(_content(path))
     adapter = (open_mlx_adapter if is_of_mlx else open_peft_adapter)(directory, config)
     _require_numbers(adapter)

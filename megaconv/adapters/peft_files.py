@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from formats.rank_files import find_version
 from formats.tensor import LazyTensor
@@ -56,8 +56,11 @@ _HARMLESS = frozenset((
     # Names, and settings of features that are refused if they are enabled.
     *("task_type", "revision", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size", "runtime_config"),
 ))  # fmt: skip
-_CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values of init_lora_weights with which training begins by changing the base's own weights."""
+PISSA, OLORA = "pissa", "olora"
+"""Values of init_lora_weights with which peft takes a part out of the base's weights, now and whenever it loads the adapter."""
+MICA = "mica"
+_CHANGES_THE_BASE = (PISSA, OLORA, "corda", "loftq", "lora_ga")
+"""Values of init_lora_weights, or their beginnings, with which training begins by changing the base's own weights."""
 
 
 _MOST_PATTERNS, _MOST_WAYS = 20_000, 1_000_000
@@ -85,6 +88,10 @@ class AdapterConfig:
     """Module -> tokens whose rows were trained alone. The module `""` stands for all modules."""
     dropout: float = 0.0
     """The dropout of the training. It is copied to the output."""
+    initialization: str = ""
+    """PISSA or OLORA for an adapter that goes with a changed base; empty otherwise."""
+    rounds_first: bool = False
+    """True if peft rounds a delta to the weight's dtype before it adds it, as it does for MiCA."""
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """The tokens of a module's trained rows; empty if there are none."""
@@ -219,6 +226,8 @@ def peft_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             _text(raw, "base_model_name_or_path"),
             _tokens(raw.get("trainable_token_indices")),
             _dropout(raw.get("lora_dropout") or 0.0),
+            _initialization(raw),
+            raw.get("init_lora_weights") == MICA,
         )
     except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
         raise CorruptCheckpoint(
@@ -233,16 +242,27 @@ def _refuse_unsupported(raw: Mapping[str, Any], where: str) -> None:
             f"{where}: an adapter of peft_type {kind!r}; only LORA can be merged into weights here"
         )
     start = raw.get("init_lora_weights")
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE):
-        raise UnsupportedInput(
-            f"{where}: init_lora_weights {start!r} changed the base's weights before training, and the adapter doesn't hold "
-            "what they became; save it converted to plain LoRA (peft: path_initial_model_for_weight_conversion)"
-        )
+    changes_base = isinstance(start, str) and start.lower().startswith(_CHANGES_THE_BASE)
+    if changes_base and not _initialization(raw):
+        refuse_initialization(f"{start}", where)
     switched_on = [key for key, value in raw.items() if value and key not in _READ | _HARMLESS]
     if switched_on:
         raise UnsupportedInput(
             f"{where}: {listing(switched_on)}: not supported; only plain LoRA, rsLoRA and DoRA are"
         )
+
+
+def refuse_initialization(start: str, where: str) -> NoReturn:
+    """Raise UnsupportedInput for an adapter whose base isn't the model without it."""
+    raise UnsupportedInput(
+        f"{where}: init_lora_weights {start!r} changed the base's weights before training, and the adapter doesn't hold "
+        "what they became; save it converted to plain LoRA (peft: path_initial_model_for_weight_conversion)"
+    )
+
+
+def _initialization(raw: Mapping[str, Any]) -> str:
+    start = raw.get("init_lora_weights")
+    return start.lower() if isinstance(start, str) and start.lower() in (PISSA, OLORA) else ""
 
 
 def _number(value: Any) -> float:

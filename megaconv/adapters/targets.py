@@ -308,7 +308,8 @@ def _changes_of_module(
         native, Delta(module.a, module.b, scale, native.shape, flipped, experts)
     )
     magnitudes = _magnitudes(module, adapter, weight, names, native)
-    rounds_first = module.embedding or _is_of_parameter(native, adapter.config)
+    is_added_rounded = module.embedding or _is_of_parameter(native, adapter.config)
+    rounds_first = is_added_rounded or adapter.config.rounds_first
     for name, delta in deltas.items():
         yield name, Change(delta, rounds_first, magnitudes.get(name))
     if module.bias is not None:
