@@ -22,6 +22,8 @@ class Call(NamedTuple):
 
     name: str
     arguments: str
+    identity: str = ""
+    """Its id; empty if it has none yet."""
 
 
 class Answer(Protocol):

@@ -80,6 +80,14 @@ def encode_chat(
     return tuple(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
 
+def template_for_tools(tokenizer: Tokenizer) -> str:
+    """Return the chat template of conversations with tools; an empty text without one."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer) or not tokenizer.inner.chat_template:
+        return ""
+    template: str = tokenizer.inner.get_chat_template(None, [{}])
+    return template
+
+
 def stop_ids(
     config: ModelConfig, tokenizer: Tokenizer, files: Mapping[str, Path]
 ) -> frozenset[int]:

@@ -75,13 +75,13 @@ class TextStream:
             return text[: min(places)]
         kept = 0
         if not finish:
-            kept = max((_overlap(text, word) for word in self._stop), default=0)
+            kept = max((overlap(text, word) for word in self._stop), default=0)
         end = len(text) - kept
         self._held = text[end:]
         return text[:end]
 
 
-def _overlap(text: str, word: str) -> int:
+def overlap(text: str, word: str) -> int:
     """Return the length of the longest suffix of the text that is a prefix of the word."""
     return next(
         (

@@ -2,6 +2,7 @@
 
 from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, command, make_parser
+from megatron_lite.inference.server.calls.table import BY_TEMPLATE, NAMES
 
 EXAMPLES = """  megatron-lite serve --load Llama-3.2-1B-Instruct --port 8000
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once", "max_tokens": 20}'
@@ -46,6 +47,13 @@ def parser() -> Parser:
         "--separate-reasoning",
         action="store_true",
         help="chats have the thinking as reasoning_content: text between <think> and </think>, or GPT-OSS' analysis",
+    )
+    add(
+        "--tool-calls",
+        choices=NAMES,
+        default=BY_TEMPLATE,
+        metavar="FORM",
+        help=f"form of the model's calls of tools: {', '.join(NAMES)} (auto: as its chat template writes them)",
     )
     add(
         "--access-log",

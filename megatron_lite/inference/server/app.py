@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,7 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.prompts import template_for_tools
 from megatron_lite.inference.server import megatron_api
+from megatron_lite.inference.server.calls.form import CallForm
+from megatron_lite.inference.server.calls.shown_marks import showing_marks
+from megatron_lite.inference.server.calls.table import BY_TEMPLATE, forms_of
 from megatron_lite.inference.server.errors import (
     Broken,
     Gone,
@@ -49,6 +53,7 @@ from megatron_lite.inference.server.streams import beams, pieces
 from megatron_lite.inference.server.tools import with_calls
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.slots import LanguageModel, Scored, require_finite
+from megatron_lite.inference.text import Detokenize
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -80,6 +85,8 @@ class Server:
     """True if chats have a model's thinking apart from its answer."""
     local_name: str | None = None
     """The server's host name if only this machine can reach it; None if other machines can."""
+    tool_calls: str = BY_TEMPLATE
+    """The name of the form of calls of tools (calls/table.py)."""
     started: int = field(default_factory=lambda: int(time.time()))
     answered: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Number of answers by route and status."""
@@ -250,15 +257,14 @@ class Server:
         generated, begun, choices = 0, set(), await self._begun(wanted, deadline)
         for number, choice in enumerate(choices):
             if wanted.echo:
-                yield form.part(
-                    Piece(number, choice.text, tuple(choice.tokens), choice.end), 0, first=True
-                )
+                echoed = Piece(number, choice.text, tuple(choice.tokens), choice.end)
+                yield form.part(echoed, Choice(), first=True)
                 begun.add(number)
         if wanted.max_tokens:
             async with aclosing(self._pieces(wanted, deadline)) as found:
                 async for piece in found:
                     choice = choices[piece.choice]
-                    yield form.part(piece, len(choice.text), first=piece.choice not in begun)
+                    yield form.part(piece, choice, first=piece.choice not in begun)
                     begun.add(piece.choice)
                     choice.add(piece)
                     generated += len(piece.tokens)
@@ -267,7 +273,7 @@ class Server:
 
     def _pieces(self, wanted: Wanted, deadline: Deadline) -> AsyncGenerator[Piece, None]:
         found = pieces(
-            self.worker, wanted, self.opened.stop_ids, self.opened.tokenizer.detokenize, deadline
+            self.worker, wanted, self.opened.stop_ids, self._detokenize(wanted), deadline
         )
         if wanted.harmony is not None:
             return found if self.separates_reasoning else without_reasoning(found)
@@ -275,7 +281,22 @@ class Server:
         if self.separates_reasoning and not wanted.continues and wanted.grammar is None:
             prompt = self.opened.tokenizer.detokenize(wanted.prompts[0][-_OF_MARK:])
             found = with_reasoning(found, begun=prompt.rstrip().endswith(BEGIN))
-        return found if wanted.tools is None else with_calls(found, wanted.tools)
+        if wanted.tools is None:
+            return found
+        return with_calls(found, replace(wanted.tools, forms=self._forms))
+
+    def _detokenize(self, wanted: Wanted) -> Detokenize:
+        may_call = wanted.tools is not None and not wanted.tools.forced and wanted.harmony is None
+        return self._with_marks if may_call else self.opened.tokenizer.detokenize
+
+    @cached_property
+    def _forms(self) -> tuple[CallForm, ...]:
+        """The forms in which the model may write calls."""
+        return forms_of(self.tool_calls, template_for_tools(self.opened.tokenizer))
+
+    @cached_property
+    def _with_marks(self) -> Detokenize:
+        return showing_marks(self.opened.tokenizer, self._forms)
 
     async def megatron(self, request: Request) -> Response:
         """Answer Megatron's /api."""

@@ -92,7 +92,9 @@ def _serve(
     assert bound is not None, "rank 0 has an address"
     host, port = bound.getsockname()[:2]
     local_name = given.host if is_loopback(host) else None
-    server = Server(opened, worker, name, limits, key, given.separate_reasoning, local_name)
+    server = Server(
+        opened, worker, name, limits, key, given.separate_reasoning, local_name, given.tool_calls
+    )
     app = AccessLog(server.app()) if given.access_log else server.app()
     config = uvicorn.Config(
         app, given.host, given.port, log_level="warning", lifespan="off",

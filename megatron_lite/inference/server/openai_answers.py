@@ -86,21 +86,23 @@ class Form:
             made.append(self._choice(number, fields, choice.tokens, choice.end, 0))
         return self._envelope(made, streamed=False) | {"usage": usage(prompt_tokens, generated)}
 
-    def part(self, piece: Piece, offset: int, *, first: bool) -> dict[str, Any]:
+    def part(self, piece: Piece, before: Choice, *, first: bool) -> dict[str, Any]:
         """Return a chunk of a stream.
 
-        offset: characters of the choice before this chunk. first: whether it is the choice's first chunk.
+        before: the choice up to this chunk. first: whether it is the choice's first chunk.
         """
         fields: dict[str, Any] = {"text": piece.text}
         if self.chat:
             role = {"role": "assistant"} if first else {}
             content = {"content": piece.text} if piece.text or first else {}
             thought = {REASONING: piece.reasoning} if piece.reasoning else {}
-            calls = [{"index": number, **call} for number, call in enumerate(piece.calls)]
+            numbered = enumerate(piece.calls, len(before.calls))
+            calls = [{"index": number, **call} for number, call in numbered]
             called = {"tool_calls": calls} if calls else {}
             fields = {"delta": role | thought | content | called}
         return self._envelope(
-            [self._choice(piece.choice, fields, piece.tokens, piece.end, offset)], streamed=True
+            [self._choice(piece.choice, fields, piece.tokens, piece.end, len(before.text))],
+            streamed=True,
         )
 
     def last(self, prompt_tokens: int, generated: int) -> dict[str, Any]:

@@ -1,33 +1,23 @@
 """Tools of chat requests: what the template gets, the form of an answer that must be a call, and the calls in an answer."""
 
 import json
-import re
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_lite.inference.answer import Call
 from megatron_lite.inference.grammar import ANY_OBJECT
-from megatron_lite.inference.server.deepseek_calls import CALLS, read_deepseek_calls
+from megatron_lite.inference.server.calls.form import CallForm, random_id
+from megatron_lite.inference.server.calls.llama3 import LLAMA_3
+from megatron_lite.inference.server.calls.stream import CallStream
+from megatron_lite.inference.server.calls.table import FORMS
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
-from megatron_lite.inference.server.openai_answers import Choice, Piece
-from megatron_lite.inference.server.python_calls import read_python_calls
-from megatron_lite.inference.server.xml_calls import (
-    Named,
-    read_invocations,
-    read_keyed_call,
-    read_xml_call,
-)
+from megatron_lite.inference.server.openai_answers import Piece
 
 MOST_TOOLS = 128
-_MARKED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-"""A call as Hermes, Qwen, GLM-4.5 and many others write it: JSON, or XML."""
-_INVOCATIONS = re.compile(r"<minimax:tool_call>(.*?)(?:</minimax:tool_call>|\Z)", re.DOTALL)
-"""Calls as MiniMax M2 writes them."""
-_ARGUMENTS = ("arguments", "parameters")
-"""The key of the arguments in a call; Llama 3 writes the second one."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +30,8 @@ class Tools:
     """Names of the tools of which the answer must call one; (): a call is the model's choice."""
     single: bool = False
     """True if an answer may have only one call."""
+    forms: tuple[CallForm, ...] = FORMS
+    """The forms in which the model may write calls."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -61,59 +53,22 @@ class Tools:
         """The names of all tools."""
         return tuple(map(_name, self.described))
 
-    def openai_calls(self, calls: Sequence[tuple[str, str]]) -> tuple[dict[str, Any], ...]:
-        """Return calls of (name, text of the arguments) in OpenAI's form, as many as the answer may have."""
-        return tuple(_openai_call(*call) for call in calls[: 1 if self.single else None])
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The JSON schema of each tool's parameters, by name."""
+        return {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
+
+    def stream(self) -> CallStream:
+        """Return the state of an answer's beginning. An answer that must be a call is JSON without marks."""
+        return CallStream((LLAMA_3,) if self.forced else self.forms, self.schemas)
+
+    def openai_calls(self, calls: Sequence[Call], before: int = 0) -> tuple[dict[str, Any], ...]:
+        """Return calls in OpenAI's form, as many as the answer may have. before: number of its earlier calls."""
+        allowed = calls[: max(1 - before, 0)] if self.single else calls
+        return tuple(map(_openai_call, allowed))
 
     def _forced_tools(self) -> list[Mapping[str, Any]]:
         return [tool["function"] for tool in self.described if _name(tool) in self.forced]
-
-    def split(self, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """Return (text without calls, calls). The calls have OpenAI's form. Text that is no call stays as it is."""
-        for marks, read in self._readers():
-            if marks.search(text):
-                rest, found = _taken_out(text, marks, read)
-                break
-        else:
-            rest, found = "", self._json_calls(text) or self._known(read_python_calls(text))
-        if not found:
-            return text, ()
-        calls = found[:1] if self.single else found
-        return rest, tuple(calls)
-
-    def _readers(self) -> Iterator[tuple[re.Pattern[str], Callable[[str], list[dict[str, Any]]]]]:
-        """Yield (marks around calls, the function that reads the calls between two marks)."""
-        yield _MARKED, self._marked_calls
-        yield _INVOCATIONS, lambda text: self._known(read_invocations(text, self._schemas))
-        yield CALLS, lambda text: self._known(read_deepseek_calls(text))
-
-    @property
-    def _schemas(self) -> dict[str, Mapping[str, Any]]:
-        return {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
-
-    def _known(self, calls: Sequence[Named]) -> list[dict[str, Any]]:
-        """Return the calls of known tools in OpenAI's form, without those whose arguments have no form in JSON."""
-        written = [(name, _json(arguments)) for name, arguments in calls if name in self.names]
-        return [_openai_call(name, text) for name, text in written if text is not None]
-
-    def _marked_calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls between two marks: in XML or in JSON."""
-        schemas = self._schemas
-        for read in (read_xml_call, read_keyed_call):
-            named = read(text, schemas)
-            if named is not None:
-                return self._known([named])
-        return self._json_calls(text)
-
-    def _json_calls(self, text: str) -> list[dict[str, Any]]:
-        """Return the calls in a JSON object, or in a list of objects. Another text has none."""
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return []
-        several = value if isinstance(value, list) else [value]
-        named = [_named(each) for each in several]
-        return self._known([each for each in named if each is not None])
 
 
 def read_tools(fields: Fields) -> Tools | None:
@@ -149,16 +104,20 @@ def read_tools(fields: Fields) -> Tools | None:
 async def with_calls(
     pieces: AsyncGenerator[Piece, None], tools: Tools
 ) -> AsyncGenerator[Piece, None]:
-    """Hold the text of each choice back until its end, and yield it as one piece with its calls."""
-    held: dict[int, Choice] = {}
+    """Yield the pieces with the calls taken out of their text."""
+    streams: dict[int, CallStream] = {}
+    counts: Counter[int] = Counter()
     async with aclosing(pieces):
         async for piece in pieces:
-            choice = held.setdefault(piece.choice, Choice())
-            choice.add(piece)
+            stream = streams.setdefault(piece.choice, tools.stream())
+            text, found = stream.add(piece.text)
             if piece.end is not None:
-                text, calls = tools.split(choice.text)
-                end = "tool_calls" if calls else piece.end
-                yield Piece(piece.choice, text, tuple(choice.tokens), end, calls, choice.reasoning)
+                last = stream.finish()
+                text, found = text + last.text, found + last.calls
+            calls = tools.openai_calls(found, counts[piece.choice])
+            counts[piece.choice] += len(calls)
+            end = "tool_calls" if piece.end and counts[piece.choice] else piece.end
+            yield replace(piece, text=text, calls=calls, end=end)
 
 
 def _check(described: Any) -> None:
@@ -175,45 +134,9 @@ def _check(described: Any) -> None:
             raise Refused(f"the parameters of tool {number} should be a JSON schema", "tools")
 
 
-def _named(value: Any) -> Named | None:
-    """Return (name, arguments) of a call in JSON; None for another value."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    given = [value[key] for key in _ARGUMENTS if key in value]
-    arguments: Any = given[0] if given else {}
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def _taken_out(
-    text: str, marks: re.Pattern[str], read: Callable[[str], list[dict[str, Any]]]
-) -> tuple[str, list[dict[str, Any]]]:
-    """Return (text without calls, calls). Text between marks that is no call of a known tool stays as it is."""
-    calls: list[dict[str, Any]] = []
-
-    def replaced(found: re.Match[str]) -> str:
-        own = read(found[1])
-        calls.extend(own)
-        return "" if own else found[0]
-
-    return marks.sub(replaced, text).strip(), calls
-
-
-def _json(arguments: Mapping[str, Any]) -> str | None:
-    """Return arguments as JSON; None for NaN, infinity and values that are nested too deeply."""
-    try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text.encode()
-    except UnicodeEncodeError:
-        # Half of a surrogate pair can't be sent, except as an escape.
-        return json.dumps(arguments)
-    except (ValueError, RecursionError):
-        return None
-    return text
-
-
-def _openai_call(name: str, arguments: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": arguments}
-    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+def _openai_call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.identity or random_id(), "type": "function", "function": function}
 
 
 def _name(tool: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ import pytest
 
 from megatron_lite.data.harmony import harmony_marks
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from megatron_lite.inference.batching import Request, Step
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.server.openai_answers import Choice
 from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.streams import pieces
 from megatron_lite.inference.server.tools import Tools
-from megatron_lite.inference.server.worker import Ticket
 from tests.trainer.harmony_model import SPECIAL, TIME, WEATHER, save, tokenizer_of
+from tests.trainer.inference.forced import ForcedWorker
 from tests.trainer.inference.serving import ForkedServing
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -35,29 +33,6 @@ CALL = (
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
     return tokenizer_of(tmp_path_factory.mktemp("harmony"))
-
-
-class ForcedWorker:
-    """Answers each request with the tokens of a given text, up to its longest answer."""
-
-    def __init__(self, tokenizer: HuggingFaceTokenizer, texts: Sequence[str]) -> None:
-        self._rows = [tokenizer.tokenize(text) for text in texts]
-        self.cancelled: list[int] = []
-
-    def submit(self, requests: Sequence[Request]) -> Ticket:
-        ticket = Ticket(asyncio.Queue(), asyncio.get_running_loop())
-        for which, (request, row) in enumerate(zip(requests, self._rows, strict=True)):
-            for place, token in enumerate(row[: request.max_tokens]):
-                is_last = place == request.max_tokens - 1
-                end = "stop" if token in request.stop_ids else "length" if is_last else None
-                ticket.steps.put_nowait((which, Step(which, token, None, end)))
-        return ticket
-
-    def cancel_one(self, ticket: Ticket, which: int) -> None:
-        self.cancelled.append(which)
-
-    def cancel(self, ticket: Ticket) -> None:
-        pass
 
 
 def answers(

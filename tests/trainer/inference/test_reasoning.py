@@ -80,7 +80,9 @@ def test_calls_of_tools_are_found_behind_the_thinking() -> None:
         pieces = with_reasoning(answers([text[:30], text[30:]]), begun=False)
         return [piece async for piece in with_calls(pieces, Tools((WEATHER,)))]
 
-    (found,) = asyncio.run(run())
+    found = Choice()
+    for piece in asyncio.run(run()):
+        found.add(piece)
     assert (found.reasoning, found.text, found.end) == ("the tool?", "", "tool_calls")
     assert found.calls[0]["function"]["name"] == "weather"
 

@@ -169,7 +169,7 @@ def test_a_call_of_a_tool_can_be_demanded(
         logit_bias=letters_of_whitespace(model),
         stream=streamed,
     )
-    (choice,) = next(iter(answer)).choices if streamed else answer.choices
+    (choice,) = list(answer)[-1].choices if streamed else answer.choices
     (call,) = (choice.delta if streamed else choice.message).tool_calls
     assert choice.finish_reason == "tool_calls"
     assert call.function.name == "weather"

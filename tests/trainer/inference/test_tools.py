@@ -22,6 +22,13 @@ TIME = {"type": "function", "function": {"name": "time"}}
 TOOLS = Tools((WEATHER, TIME))
 
 
+def split(tools: Tools, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """The text without calls, and the calls, of an answer."""
+    stream = tools.stream()
+    first, last = stream.add(text), stream.finish()
+    return first.text + last.text, tools.openai_calls(first.calls + last.calls)
+
+
 def read(**fields: Any) -> Tools | None:
     return read_tools(Fields(json.dumps(fields).encode()))
 
@@ -67,7 +74,7 @@ def read(**fields: Any) -> Tools | None:
 def test_calls_are_found_in_an_answer(
     text: str, rest: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    left, found = TOOLS.split(text)
+    left, found = split(TOOLS, text)
     assert left == rest
     made = [call["function"] for call in found]
     assert [(each["name"], json.loads(each["arguments"])) for each in made] == calls
@@ -87,19 +94,19 @@ def test_calls_are_found_in_an_answer(
 def test_arguments_that_no_client_can_read_are_no_call(form: str, value: str) -> None:
     """They are no JSON, although Python's parser reads them."""
     text = form.format(value)
-    assert TOOLS.split(text) == (text, ())
+    assert split(TOOLS, text) == (text, ())
 
 
 @pytest.mark.parametrize("depth", range(800, 1000, 20))
 def test_deep_arguments_are_a_call_or_text(depth: int) -> None:
     """Python's parser reads deeper values than its writer writes."""
     text = '{"name": "time", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
-    rest, calls = TOOLS.split(text)
+    rest, calls = split(TOOLS, text)
     assert rest == ("" if calls else text)
 
 
 def test_calls_can_be_sent_in_a_stream() -> None:
-    _, (call,) = TOOLS.split(r'{"name": "weather", "arguments": {"city": "\ud800ö"}}')
+    _, (call,) = split(TOOLS, r'{"name": "weather", "arguments": {"city": "\ud800ö"}}')
     assert json.loads(json.dumps(call, ensure_ascii=False).encode()) == call
 
 
@@ -136,7 +143,7 @@ def test_calls_in_the_xml_of_qwen_are_read_by_the_schema() -> None:
         "other": "b",
     }
     text = f"<think>\nI buy.\n</think>\n\n{xml('buy', **values)}\n{xml('time')}"
-    rest, calls = Tools((SHOP, TIME)).split(text)
+    rest, calls = split(Tools((SHOP, TIME)), text)
     assert rest == "<think>\nI buy.\n</think>"
     made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
     arguments = {**values, "count": 3, "gift": True, "sizes": ["a", 1]}
@@ -145,7 +152,7 @@ def test_calls_in_the_xml_of_qwen_are_read_by_the_schema() -> None:
 
 @pytest.mark.parametrize("text", [xml("unknown"), xml("buy", note="a").split("</function>")[0]])
 def test_xml_of_an_unknown_tool_or_without_its_end_stays_text(text: str) -> None:
-    assert Tools((SHOP,)).split(text) == (text, ())
+    assert split(Tools((SHOP,)), text) == (text, ())
 
 
 def keyed(name: str, **values: str) -> str:
@@ -181,7 +188,7 @@ READ = {**VALUES, "count": 3, "gift": True, "sizes": ["a", 1]}
     ids=["GLM-4.5", "GLM-4.7", "MiniMax M2", "an unknown one"],
 )
 def test_calls_in_the_xml_of_glm_and_minimax_are_read_by_the_schema(text: str) -> None:
-    rest, calls = Tools((SHOP, TIME)).split(text)
+    rest, calls = split(Tools((SHOP, TIME)), text)
     assert rest == "I buy."
     made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
     assert made == [("buy", READ), ("time", {})]
@@ -200,7 +207,7 @@ def test_calls_in_the_xml_of_glm_and_minimax_are_read_by_the_schema(text: str) -
     ],
 )
 def test_unknown_and_incomplete_calls_of_glm_and_minimax_stay_text(text: str) -> None:
-    assert Tools((SHOP, TIME)).split(text) == (text, ())
+    assert split(Tools((SHOP, TIME)), text) == (text, ())
 
 
 def deepseek(*calls: str) -> str:
@@ -226,7 +233,7 @@ def deepseek(*calls: str) -> str:
     ids=["V3.1", "V3", "unknown and broken ones"],
 )
 def test_calls_of_deepseek_are_read(text: str) -> None:
-    rest, calls = TOOLS.split(f"I look.{text}")
+    rest, calls = split(TOOLS, f"I look.{text}")
     assert rest == "I look."
     made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
     assert made == [("weather", {"city": "Köln"}), ("time", {})]
@@ -236,7 +243,7 @@ def test_calls_of_deepseek_are_read(text: str) -> None:
     "text", [deepseek(), deepseek("unknown<｜tool▁sep｜>{}"), deepseek("time<｜tool▁sep｜>3")]
 )
 def test_unknown_and_incomplete_calls_of_deepseek_stay_text(text: str) -> None:
-    assert TOOLS.split(text) == (text, ())
+    assert split(TOOLS, text) == (text, ())
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,7 @@ def test_a_template_that_joins_arguments_gets_them_as_text(expression: str, is_t
 
 def test_calls_in_python_are_read_and_not_executed() -> None:
     text = ' [buy(note="a\\nb", count=-3, gift=True, sizes=["a", {"b": None}]), time()]\n'
-    rest, calls = Tools((SHOP, TIME)).split(text)
+    rest, calls = split(Tools((SHOP, TIME)), text)
     assert rest == ""
     made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
     sizes = ["a", {"b": None}]
@@ -291,13 +298,13 @@ def test_calls_in_python_are_read_and_not_executed() -> None:
     ],
 )
 def test_other_python_stays_text(text: str) -> None:
-    assert Tools((SHOP, TIME)).split(text) == (text, ())
+    assert split(Tools((SHOP, TIME)), text) == (text, ())
 
 
 def test_a_request_can_limit_the_answer_to_one_call() -> None:
     tools = read(tools=[WEATHER, TIME], parallel_tool_calls=False)
     assert tools is not None
-    _, calls = tools.split('[{"name": "time"}, {"name": "weather"}]')
+    _, calls = split(tools, '[{"name": "time"}, {"name": "weather"}]')
     assert [call["function"]["name"] for call in calls] == ["time"]
 
 

@@ -7,16 +7,16 @@ V3 and R1 write `function` in place of the name, and behind `<｜tool▁sep｜>`
 
 import json
 import re
-from typing import Any
 
-CALLS = re.compile(r"<｜tool▁calls▁begin｜>(.*?)(?:<｜tool▁calls▁end｜>|\Z)", re.DOTALL)
-"""The part of an answer that has its calls."""
+from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
+
+_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 _CODE = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
 
 
-def read_deepseek_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, arguments) of the complete calls whose arguments are a JSON object."""
+def _read(text: str, schemas: Schemas) -> list[Named]:
+    """Return the complete calls whose arguments are a JSON object."""
     found = []
     for name, arguments in _CALL.findall(text):
         code = _CODE.fullmatch(arguments)
@@ -27,5 +27,15 @@ def read_deepseek_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            found.append((name.strip(), value))
+            found.append(Named(name.strip(), value))
     return found
+
+
+DEEPSEEK_V3 = CallForm(
+    "deepseek-v3",
+    _read,
+    (_CALLS,),
+    signs=_CALLS[:1],
+    inner=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    quoted=True,
+)

@@ -1,13 +1,17 @@
-"""Calls of tools as Llama 4 writes them: an answer that is a list of Python's calls, with literals as arguments.
+"""Calls of tools as Llama 4 and LFM 2 write them: a list of Python's calls, with literals as arguments.
 
     [weather(city="Köln", days=3), time()]
+    <|python_start|>[weather(city="Köln", days=3)]<|python_end|>
+    <|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>
 
-Nothing of it is executed.
+Without marks it is the whole answer. Nothing of it is executed.
 """
 
 import ast
 import json
 from typing import Any
+
+from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
 
 _LONGEST = 1 << 16
 """Characters of a list of calls. A longer text takes too much time and memory."""
@@ -15,8 +19,8 @@ _OPENING, _DEEPEST = "([{", 100
 """Python's parser fails on deeply nested brackets."""
 
 
-def read_python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return (name, arguments) of each call, or nothing if the text is not such a list."""
+def _read(text: str, schemas: Schemas) -> list[Named]:
+    """Return the calls, or nothing if the text is not such a list."""
     text = text.strip()
     nested = sum(map(text.count, _OPENING))
     if not text.startswith("[") or len(text) > _LONGEST or nested > _DEEPEST:
@@ -30,14 +34,20 @@ def read_python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
         return []
 
 
-def _call(item: ast.expr) -> tuple[str, dict[str, Any]]:
+def _call(item: ast.expr) -> Named:
     """Return one call. Raises ValueError or TypeError for another expression."""
     if not isinstance(item, ast.Call) or item.args:
         raise ValueError("no call with named arguments")
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for keyword in item.keywords:
         if keyword.arg is None:
             raise ValueError("the arguments are not named")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
     json.dumps(arguments, allow_nan=False)  # a set or bytes have no form in JSON
-    return ast.unparse(item.func), arguments
+    return Named(ast.unparse(item.func), arguments)
+
+
+_PYTHON = ("<|python_start|>", "<|python_end|>")
+_TOOL = ("<|tool_call_start|>", "<|tool_call_end|>")
+LLAMA_4 = CallForm("llama-4", _read, (_PYTHON,), signs=_PYTHON[:1], alone=True)
+LFM_2 = CallForm("lfm-2", _read, (_TOOL,), signs=_TOOL[:1])

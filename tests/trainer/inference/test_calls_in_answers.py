@@ -1,0 +1,140 @@
+"""Calls of tools in the server's answers and streams, for a tokenizer that has their marks as special tokens."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.inference.server.calls.shown_marks import showing_marks
+from megatron_lite.inference.server.calls.table import FORMS
+from tests.trainer.inference.forced import ForcedWorker
+from tests.trainer.inference.written_calls import WRITERS
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("starlette", reason="starlette is not installed (extra `serve`)")
+
+SPECIAL = ["</s>", "<pad>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>']
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% set begin = '[TOOL_CALLS]' %}"
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("weather", "time")]
+CALLS = [("weather", {"city": "Köln"}), ("time", {"zone": "{"})]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {word: number for number, word in enumerate([*SPECIAL, *letters])}
+    inner = Tokenizer(models.BPE(ids, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", additional_special_tokens=SPECIAL[1:]
+    )
+    made.chat_template = TEMPLATE
+    directory = tmp_path_factory.mktemp("calls")
+    made.save_pretrained(directory)
+    return HuggingFaceTokenizer(str(directory))
+
+
+def asked(
+    tokenizer: HuggingFaceTokenizer, text: str, form: str = "auto", **fields: Any
+) -> list[dict[str, Any]]:
+    """The JSON objects of the answer to a chat whose model says the text."""
+    from megatron_lite.inference.server.app import Limits, Server
+
+    worker: Any = ForcedWorker(tokenizer, [text + "</s>"])
+    opened: Any = SimpleNamespace(
+        tokenizer=tokenizer, stop_ids=frozenset([0]), adapters=(), harmony=None,
+        model=SimpleNamespace(length=4096), config=SimpleNamespace(vocab=tokenizer.vocab_size),
+    )  # fmt: skip
+    app = Server(opened, worker, "tiny", Limits(1 << 20, 60.0), tool_calls=form).app()
+    body = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, **fields}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+    }
+    answer = b""
+    given = False
+
+    async def receive() -> Any:
+        nonlocal given
+        if given:
+            await asyncio.sleep(60)
+        given = True
+        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
+
+    async def send(message: Any) -> None:
+        nonlocal answer
+        answer += message.get("body", b"")
+
+    asyncio.run(app(scope, receive, send))
+    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def called(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
+    return [(each["function"]["name"], json.loads(each["function"]["arguments"])) for each in calls]
+
+
+def test_an_answer_has_the_calls_of_the_form_that_the_template_writes(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    (answer,) = asked(tokenizer, "I look.\n" + WRITERS["mistral"](CALLS))
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == "I look."
+    assert called(choice["message"]["tool_calls"]) == CALLS
+    assert choice["finish_reason"] == "tool_calls"
+    assert [len(call["id"]) for call in choice["message"]["tool_calls"]] == [9, 9]
+
+
+def test_a_stream_has_text_as_it_comes_and_numbered_calls(tokenizer: HuggingFaceTokenizer) -> None:
+    parts = asked(tokenizer, "I look." + WRITERS["mistral"](CALLS), stream=True)
+    deltas = [part["choices"][0]["delta"] for part in parts]
+    # White space waits for the text behind it, because it is left out before a call.
+    assert [delta.get("content") for delta in deltas[:7]] == ["I", None, " l", *"ook."]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert [call.pop("index") for call in calls] == [0, 1]
+    assert called(calls) == CALLS
+    assert parts[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    # The first call is sent as soon as the second one begins.
+    assert len([delta for delta in deltas if "tool_calls" in delta]) == 2
+
+
+def test_an_option_names_another_form(tokenizer: HuggingFaceTokenizer) -> None:
+    text = WRITERS["gemma-4"](CALLS)
+    (answer,) = asked(tokenizer, text, "gemma-4")
+    assert called(answer["choices"][0]["message"]["tool_calls"]) == CALLS
+    (answer,) = asked(tokenizer, text)  # the template says that it is another model's
+    assert "tool_calls" not in answer["choices"][0]["message"]
+
+
+def test_only_one_call_is_sent_if_the_request_says_so(tokenizer: HuggingFaceTokenizer) -> None:
+    for fields in ({}, {"stream": True}):
+        parts = asked(tokenizer, WRITERS["mistral"](CALLS), parallel_tool_calls=False, **fields)
+        choices = [part["choices"][0] for part in parts]
+        found = [choice.get("message", choice.get("delta")) for choice in choices]
+        calls = [call for each in found for call in each.get("tool_calls", ())]
+        assert called(calls) == CALLS[:1]
+
+
+def test_text_without_tools_shows_no_special_token(tokenizer: HuggingFaceTokenizer) -> None:
+    (answer,) = asked(tokenizer, "a[TOOL_CALLS]b", tools=[])
+    assert answer["choices"][0]["message"]["content"] == "ab"
+
+
+def test_only_the_marks_of_calls_are_shown(tokenizer: HuggingFaceTokenizer) -> None:
+    ids = tokenizer.tokenize('<pad>a[TOOL_CALLS]ö[ARGS]<|"|></s>')
+    mistral = [form for form in FORMS if form.name == "mistral"]
+    assert showing_marks(tokenizer, mistral)(ids) == "a[TOOL_CALLS]ö[ARGS]"
+    assert showing_marks(tokenizer, FORMS)(ids) == 'a[TOOL_CALLS]ö[ARGS]<|"|>'
+    hermes = [form for form in FORMS if form.name == "hermes"]
+    assert showing_marks(tokenizer, hermes)(ids) == "aö"
