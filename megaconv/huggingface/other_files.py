@@ -39,16 +39,16 @@ def complete_shards(path: Path) -> list[Path]:
 
     The names of shards count them, so that a complete model needs no index.
     """
-    by_model: defaultdict[tuple[str, int, str], dict[int, Path]] = defaultdict(dict)
-    for file in sorted(path.iterdir()):
+    by_model: defaultdict[tuple[str, int, str], list[tuple[int, Path]]] = defaultdict(list)
+    for file in path.iterdir():
         match = _SHARD.fullmatch(file.name)
         if match is not None and not file.name.startswith(_OTHERS):
             model = match["stem"], int(match["count"]), match["kind"]
-            by_model[model][int(match["number"])] = file
+            by_model[model].append((int(match["number"]), file))
     if len(by_model) != 1:
         return []
-    (((_, count, _), files),) = by_model.items()
-    numbers = sorted(files)
-    # The count is compared first: a hostile name may claim any number of shards.
+    (((_, count, _), shards),) = by_model.items()
+    numbers = sorted(number for number, _ in shards)
+    # The count is compared first: a hostile name may claim any number of shards. A number may occur twice, as 1 and 00001.
     is_complete = len(numbers) == count and numbers == list(range(1, count + 1))
-    return [files[number] for number in numbers] if is_complete else []
+    return [file for _, file in sorted(shards)] if is_complete else []

@@ -7,7 +7,7 @@ embed_tokens.weight                       the bare model, as of most text embedd
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from formats.tensor import LazyTensor
 from megaconv.families import Family
@@ -38,17 +38,18 @@ def without_wrappers(tensors: Mapping[str, LazyTensor], where: str) -> dict[str,
     Raises TensorMismatch if two tensors have the same name without wrappers.
     """
     names = {name: unwrapped(name) for name in tensors}
+    while (prefix := _outer_prefix(names.values())) is not None:
+        names = {old: name.removeprefix(prefix) for old, name in names.items()}
     value_head = [old for old, name in names.items() if name.startswith(_VALUE_HEAD)]
     if value_head:
         _log.warning("%s: a value head is not converted: %s", where, listing(value_head))
         names = {old: name for old, name in names.items() if old not in value_head}
-    while (prefix := _outer_prefix(names.values())) is not None:
-        names = {old: name.removeprefix(prefix) for old, name in names.items()}
     return renamed(tensors, names, where)
 
 
-def _outer_prefix(names: Collection[str]) -> str | None:
-    """A prefix of all names that is none of the model's own; None if there is none."""
+def _outer_prefix(names: Iterable[str]) -> str | None:
+    """A prefix of all names but a value head's that is none of the model's own; None if there is none."""
+    names = [name for name in names if not name.startswith(_VALUE_HEAD)]
     is_of_lightning = any(name.startswith(_INSIDE) for name in names)
     possible = (*_OUTER, _LIGHTNING) if is_of_lightning else _OUTER
     shared = (prefix for prefix in possible if all(name.startswith(prefix) for name in names))

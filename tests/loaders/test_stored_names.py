@@ -65,12 +65,15 @@ def of_trl(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"pretrained_model.{name}": tensor for name, tensor in tensors.items()} | head
 
 
+@pytest.mark.parametrize("wrapper", ["", "module."], ids=["plain", "parallel"])
 def test_a_value_head_is_left_out_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wrapper: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = with_tensors(tmp_path / "trl", of_trl(load_file(MODEL / "model.safetensors")))
+    tensors = of_trl(load_file(MODEL / "model.safetensors"))
+    wrapped = {f"{wrapper}{name}": tensor for name, tensor in tensors.items()}
+    source = with_tensors(tmp_path / "trl", wrapped)
     assert megaconv.fingerprint(source) == megaconv.fingerprint(MODEL)
-    assert "a value head is not converted: v_head.summary.bias, v_head" in caplog.text
+    assert f"a value head is not converted: {wrapper}v_head.summary.bias, " in caplog.text
 
 
 @pytest.mark.parametrize("key", ["state_dict", "module", "model"])
@@ -125,6 +128,13 @@ def test_shards_of_which_one_is_missing_or_repeated_are_refused(tmp_path: Path) 
     last.write_bytes(first.read_bytes())
     outcome = run("convert", tmp_path / "twice", tmp_path / "out", "--saver", "hf")
     assert_refused(outcome, 3, "which another shard holds too")
+
+
+def test_two_files_for_one_shard_are_refused(tmp_path: Path) -> None:
+    (only,) = shards(tmp_path / "twice", "model", 1)
+    (only.parent / "model-1-of-1.safetensors").write_bytes(only.read_bytes())
+    outcome = run("convert", tmp_path / "twice", tmp_path / "out", "--saver", "hf")
+    assert_refused(outcome, 3, "model.safetensors.index.json is missing")
 
 
 def test_a_tied_head_with_values_of_its_own_is_refused_with_the_remedy(tmp_path: Path) -> None:
