@@ -34,14 +34,21 @@ class Mode(NamedTuple):
     """Elements of a row that share a scale."""
     largest_code: float
     """The largest number that a code stands for."""
+    largest_scale: float
+    """The largest scale whose product with the largest code is finite in float32."""
     has_powers: bool
     """True if scales are powers of two."""
 
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of a weight."""
+        return self.largest_code * self.largest_scale
+
 
 MODES = {
-    "mxfp4": Mode(4, 32, 6.0, has_powers=True),
-    "mxfp8": Mode(8, 32, LARGEST, has_powers=True),
-    "nvfp4": Mode(4, 16, 6.0, has_powers=False),
+    "mxfp4": Mode(4, 32, 6.0, 2.0**125, has_powers=True),
+    "mxfp8": Mode(8, 32, LARGEST, 2.0**119, has_powers=True),
+    "nvfp4": Mode(4, 16, 6.0, LARGEST, has_powers=False),
 }
 
 
@@ -61,13 +68,14 @@ class FloatGroups:
     def numbers_and_scales(self, box: Box) -> tuple[Floats, Bytes]:
         """(numbers [rows, groups, size], stored scales [rows, groups]) of a rectangle of whole groups.
 
-        Raises NotExpressible for a value that isn't finite.
+        Raises NotExpressible for a value that is too large, or NaN.
         """
         numbers = read_floats(self.source, box).reshape(box.rows, -1, self.form.size)
         largest = largest_of_groups(numbers)[:, :, 0]
-        if not np.isfinite(largest).all():
+        if not (largest <= self.form.largest).all():
             raise NotExpressible(
-                f"{self.name}: holds values that are not finite, which {self.mode} can't express"
+                f"{self.name}: holds values that are not finite, or beyond {self.form.largest:g}, which {self.mode} can't express; "
+                "choose another mode"
             )
         wanted = largest / np.float32(self.form.largest_code)
         return numbers, _exponents(wanted) if self.form.has_powers else e4m3(wanted)

@@ -47,21 +47,23 @@ class AffineGroups:
     def scales_and_biases(self, numbers: Floats) -> tuple[Floats, Floats]:
         """(scales, biases) [rows, groups, 1] of numbers, before they are rounded.
 
-        Raises NotExpressible for a number that isn't finite.
+        Raises NotExpressible for a number that isn't finite, and for a group whose span isn't.
         """
         # numpy looks for the largest of columns much faster than for those of short rows.
         columns = np.ascontiguousarray(numbers.reshape(-1, self.size).T)
         per_group = (*numbers.shape[:2], 1)
         largest = columns.max(axis=0).reshape(per_group)
         smallest = columns.min(axis=0).reshape(per_group)
-        if not (np.isfinite(largest).all() and np.isfinite(smallest).all()):
+        with np.errstate(over="ignore", invalid="ignore"):
+            span = largest - smallest
+        if not np.isfinite(span).all():
             raise NotExpressible(
-                f"{self.name}: holds values that are not finite, which {self.bits} bits can't express"
+                f"{self.name}: holds values that are not finite, or too far apart, which {self.bits} bits can't express"
             )
         begins_small = np.abs(smallest) > np.abs(largest)
         edge = np.where(begins_small, smallest, largest)
         steps = np.float32((1 << self.bits) - 1)
-        scale = np.maximum((largest - smallest) / steps, np.float32(_LEAST_SCALE))
+        scale = np.maximum(span / steps, np.float32(_LEAST_SCALE))
         scale = np.where(begins_small, scale, -scale)
         of_edge = np.rint(edge / scale)
         has_bias = of_edge != 0

@@ -103,7 +103,8 @@ def test_floats_are_those_of_mlx_except_for_ties(form: str, stored: dict[str, La
         ("mxfp8", 32, 449.0, 128),
         ("nvfp4", 16, 6.0, 0x38),
         ("nvfp4", 16, 0.0, 0),
-        ("nvfp4", 16, 1e30, 0x7E),
+        ("nvfp4", 16, 2688.0, 0x7E),
+        ("mxfp4", 32, 2.5e38, 252),
     ],
 )
 def test_scales_of_floats(mode: str, size: int, largest: float, scale: int) -> None:
@@ -112,6 +113,22 @@ def test_scales_of_floats(mode: str, size: int, largest: float, scale: int) -> N
     numbers[0, 3] = -largest
     groups = FloatGroups(Stored(numbers), "w", mode)
     assert read_tensor(FloatScales(groups)).tolist() == [[scale]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "number"),
+    [("mxfp4", 32, 3e38), ("mxfp8", 32, 3e38), ("nvfp4", 16, 2690.0), ("nvfp4", 16, np.nan)],
+)
+def test_numbers_beyond_the_range_of_a_mode_are_refused(
+    mode: str, size: int, number: float
+) -> None:
+    """mlx.core.quantize makes infinity or 0 of them."""
+    numbers = np.zeros((1, size), np.float32)
+    numbers[0, 3] = number
+    groups = FloatGroups(Stored(numbers), "w", mode)
+    for tensor in (FloatScales(groups), FloatCodes(groups, Rounding())):
+        with pytest.raises(NotExpressible, match=f"w: holds .*, or beyond .*, which {mode} can't"):
+            read_tensor(tensor)
 
 
 def test_ties_of_floats_go_to_the_even_code() -> None:
