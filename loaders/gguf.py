@@ -106,7 +106,9 @@ def _described(file: Path, header: GgufHeader) -> tuple[Family, ModelConfig]:
             f"{file}: has no token_embd.weight [vocabulary, hidden]", code="missing-tensor"
         )
     with well_formed(str(file)):
-        found = config_of(header.keys, header.tensors, embedding.shape[0], str(file))
+        found = config_of(
+            header.keys, header.tensors, embedding.shape[0], str(file), _divisors(file, header)
+        )
         require_countable(found, str(file))
         family = family_of_hf(found, str(file))
         return family, family.read_hf(found)
@@ -146,17 +148,22 @@ def _file(path: Path) -> Path | None:
 def _require_same_model(file: Path, header: GgufHeader, config: ModelConfig) -> None:
     """Check what no tensor shows. Raises TensorMismatch if a value differs, and UnsupportedInput for another
     architecture or an older form."""
-    opened = InputFile.open(file)
-    stored: dict[str, Floats] = {}
-    for name in DIVISORS:
-        each = header.tensors.get(name)
-        if each is not None and each.dtype == "float32":
-            stored[name] = np.frombuffer(opened.read(each.offset, each.nbytes), np.float32)
-    require_agreement(header.keys, stored, config, str(file))
+    require_agreement(header.keys, _divisors(file, header), config, str(file))
     if any(name.endswith(_UNSPLIT) for name in header.tensors):
         raise UnsupportedInput(
             f"{file}: has {_UNSPLIT}, as older converters of llama.cpp wrote; convert the model again with a newer one"
         )
+
+
+def _divisors(file: Path, header: GgufHeader) -> dict[str, Floats]:
+    """The tensors of divisors of frequencies, by name."""
+    opened = InputFile.open(file)
+    found: dict[str, Floats] = {}
+    for name in DIVISORS:
+        each = header.tensors.get(name)
+        if each is not None and each.dtype == "float32":
+            found[name] = np.frombuffer(opened.read(each.offset, each.nbytes), np.float32)
+    return found
 
 
 def _main_dtype(matrices: set[str]) -> str:

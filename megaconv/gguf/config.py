@@ -4,7 +4,8 @@
     llama.rope.freq_base 500000.0       rope_theta
     tensors: no output.weight           tie_word_embeddings
 
-This module doesn't guess missing values: if positions are scaled by divisors, the model's own config.json is required.
+This module doesn't guess missing values: if positions are scaled by divisors that aren't those of a Llama 3.1, the
+model's own config.json is required.
 A mistral has the architecture `llama`. The router's function shows whether a `deepseek2` is a V2 or a V3.
 metadata.py writes metadata, and this module reads them back. A field for which llama.cpp's architecture has no key
 gets the only value that llama.cpp computes.
@@ -13,10 +14,11 @@ gets the only value that llama.cpp computes.
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from formats.lazy_numpy import np
+from formats.lazy_numpy import Floats, np
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.gguf.architectures import BY_NAME, described, needed
-from megaconv.gguf.names import DIVISORS, SHARED_HEADS, full_every
+from megaconv.gguf.llama3_scaling import published_scaling
+from megaconv.gguf.names import DIVISORS, LLAMA3, SHARED_HEADS, full_every
 from megaconv.gguf.unread import require_read
 
 _LLAMA_LIKE = {
@@ -93,10 +95,14 @@ _TOKEN_IDS = {
 
 
 def config_of(
-    keys: Mapping[str, Any], tensors: Collection[str], vocab: int, where: str
+    keys: Mapping[str, Any],
+    tensors: Collection[str],
+    vocab: int,
+    where: str,
+    divisors: Mapping[str, Floats] = {},
 ) -> dict[str, Any]:
     """The config.json of a model. keys: the file's metadata. tensors: names of its tensors. vocab: rows of the
-    embedding.
+    embedding. divisors: its tensors of divisors, by name.
 
     Raises UnsupportedInput for another architecture, and UsageError for a file that lacks a value.
     """
@@ -127,6 +133,9 @@ def config_of(
         # Keys about rope scaling are not among those that were read, so a scaled model is refused.
         require_read(architecture, keys, read, _head_size(value_of), where)
         return found
+    scaling = _scaling_by_divisors(architecture, get, divisors)
+    if scaling is not None:
+        tensors = [name for name in tensors if name != LLAMA3]
     names = _GPT2 if architecture == "gpt2" else {**_LLAMA_LIKE, **_FURTHER.get(architecture, {})}
     _require_keys(architecture, get, names.values(), tensors, where)
     is_mixtral = architecture == "llama" and get("expert_count")
@@ -143,8 +152,20 @@ def config_of(
         found |= {"activation_function": "gelu_new"}
     else:
         found = _llama_like(architecture, get, found, tensors, where)
+    if scaling is not None:
+        found["rope_scaling"] = scaling
     require_read(architecture, keys, read, found.get("head_dim", 0), where)
     return found
+
+
+def _scaling_by_divisors(
+    architecture: str, get: _Get, divisors: Mapping[str, Floats]
+) -> _Raw | None:
+    """The rope scaling of a Llama 3.1 by its divisors; None for any other file."""
+    found, theta = divisors.get(LLAMA3), get("rope.freq_base")
+    if architecture != "llama" or found is None or theta is None or get(_FACTOR) is not None:
+        return None
+    return published_scaling(found, theta)
 
 
 def _head_size(get: _Get) -> int:

@@ -8,7 +8,7 @@ experts. The saver reads back what it wrote, and refuses a model that differs th
 """
 
 from collections.abc import Callable, Mapping
-from math import log, pi, sqrt
+from math import log, sqrt
 from typing import Any
 
 from formats.gguf import Value
@@ -16,7 +16,8 @@ from formats.lazy_numpy import Floats, np
 from megaconv.errors import NotExpressible
 from megaconv.families.parts.latent_attention import LATENT_EPSILON
 from megaconv.gguf.architectures import BY_FAMILY, numbers_of
-from megaconv.gguf.names import ARCHITECTURES, SHARED_HEADS, full_every
+from megaconv.gguf.llama3_scaling import llama3_divisors
+from megaconv.gguf.names import ARCHITECTURES, LLAMA3, SHARED_HEADS, full_every
 from megaconv.model.config import ModelConfig
 
 Metadata = dict[str, Value]
@@ -270,33 +271,13 @@ def divisors(config: ModelConfig) -> dict[str, Floats]:
     """
     kind, scaling = _kind_of_scaling(config), config.positions.scaling or {}
     if kind == "llama3":
-        return {"rope_freqs.weight": _llama3_divisors(config, scaling)}
+        return {LLAMA3: llama3_divisors(scaling, config.attention.head_dim, config.positions.theta)}
     if kind == "longrope":
         return {
             f"rope_factors_{each}.weight": np.array(scaling[f"{each}_factor"], np.float32)
             for each in ("long", "short")
         }
     return {}
-
-
-def _llama3_divisors(config: ModelConfig, scaling: _Scaling) -> Floats:
-    """The divisors of llama3's scaling, computed in float32 as in llama.cpp."""
-    one = np.float32(1)
-    dim = config.attention.head_dim
-    factor = np.float32(scaling["factor"])
-    original = np.float32(scaling[_ORIGINAL])
-    low = np.float32(scaling["low_freq_factor"])
-    high = np.float32(scaling["high_freq_factor"])
-    theta = np.float32(config.positions.theta)
-    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
-    frequencies = one / theta**exponents
-    wavelengths = np.float32(2 * pi) / frequencies
-    smooth = (original / wavelengths - low) / (high - low)
-    between = one / ((one - smooth) / factor + smooth)
-    is_short = wavelengths < original / high
-    is_long = wavelengths > original / low
-    found: Floats = np.where(is_short, one, np.where(is_long, factor, between))
-    return found
 
 
 # Metadata of further architectures.

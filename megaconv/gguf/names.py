@@ -22,7 +22,8 @@ DeepSeek's against its rules."""
 ROUTER_BIAS = "exp_probs_b.bias"
 """The end of the name of the bias that affects the selection of experts."""
 
-DIVISORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+LLAMA3 = "rope_freqs.weight"
+DIVISORS = (LLAMA3, "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of divisors for the frequencies of positions. They are not weights of a model."""
 
 SHARED_HEADS = ("gpt2", "phi3", "olmo2", "qwen2moe")
