@@ -29,6 +29,7 @@ from megaconv.families.parts.llama_vision import (
 )
 from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.hub import nothing_at
+from megaconv.huggingface.stored_names import without_wrappers
 from megaconv.huggingface.weight_files import is_weights, read_directory
 from megaconv.model.ir import Header, Key
 from megaconv.values.cast import CastTensor
@@ -143,11 +144,12 @@ def open_base(
             "expected the Hugging Face directory of the original"
         )
     weights, stored = read_directory(directory)
-    config = load_config(described)
-    tensors = dequantize(stored, config, dtype, str(weights), overflow=overflow)
+    where, config = str(weights), load_config(described)
+    stored = without_wrappers(stored, where)
+    tensors = dequantize(stored, config, dtype, where, overflow=overflow)
     llama = llama_inside(described) if is_llama else None
     if llama is not None:
-        llama.require_layers(tensors, str(weights))
+        llama.require_layers(tensors, where)
     return BaseModel(directory, tensors, llama)
 
 

@@ -250,6 +250,8 @@ def test_files_with_the_prefix_of_a_wrapper_are_read(
     for directory, name in ((source, "wrapped"), (original, "plain")):
         megaconv.convert(directory, tmp_path / name, saver="hf", text_only=True, workers=1)
     assert_same_files(tmp_path / "wrapped", tmp_path / "plain")
+    megaconv.convert(tmp_path / "plain", tmp_path / "back", saver="hf", base=source, workers=1)
+    assert_same_files(tmp_path / "back", original)
 
 
 def write_adapter(directory: Path, modules: dict[str, tuple[int, int]]) -> dict[str, torch.Tensor]:
