@@ -52,21 +52,33 @@ _NEVER = (
 def find_sidecars(directory: Path) -> dict[str, Path]:
     """The sidecars by path below the directory.
 
-    Code (*.py) and weights are never included. A warning names a file that is too large.
+    Code (*.py) and weights are never included. A warning names a file that is too large, and a directory that is a link.
     """
     if not directory.is_dir():
         return {}
     found = [path for path in sorted(directory.iterdir()) if is_sidecar(path.name)]
-    templates = directory / CHAT_TEMPLATES
-    if templates.is_dir():
-        found += sorted(templates.glob("*.jinja"))
+    inside = [(CHAT_TEMPLATES, "*.jinja")]
     if (directory / _MODULES).is_file():
-        found += sorted(directory.glob(f"{_MODULE_DIRECTORY}/*.json"))
+        inside.append((_MODULE_DIRECTORY, "*.json"))
+    for subdirectories, files in inside:
+        for subdirectory in sorted(directory.glob(subdirectories)):
+            found += sorted(subdirectory.glob(files)) if _is_own(subdirectory) else []
     return {
         str(path.relative_to(directory)): path
         for path in found
         if path.is_file() and _is_small(path)
     }
+
+
+def _is_own(subdirectory: Path) -> bool:
+    """False for a link, with a warning: the files behind it may be private."""
+    if subdirectory.is_symlink():
+        _log.warning(
+            "%s: is a link to a directory, whose files are left out; put the directory itself there",
+            subdirectory,
+        )
+        return False
+    return subdirectory.is_dir()
 
 
 def is_sidecar(name: str) -> bool:

@@ -83,6 +83,23 @@ def test_modules_with_weights_of_their_own_are_named(tmp_path: Path) -> None:
     assert (tmp_path / "out/2_Dense/config.json").is_file()
 
 
+@pytest.mark.parametrize("name", ["1_Pooling", "additional_chat_templates"])
+def test_a_directory_that_is_a_link_is_never_copied(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The files behind a link may be private."""
+    source, private = write_llama(tmp_path / "source", layers=1), tmp_path / "private"
+    (source / "modules.json").write_text("[]")
+    private.mkdir()
+    for file in ("config.json", "a.jinja"):
+        (private / file).write_text("{}")
+    (source / name).symlink_to(private)
+    outcome = run("convert", source, tmp_path / "out", "--saver", "hf")
+    assert outcome.status == 0, outcome
+    assert f"{source / name}: is a link to a directory" in caplog.text
+    assert not (tmp_path / "out" / name).exists()
+
+
 @pytest.mark.parametrize("path", ["x" * 5000, "a\0b", 7, ["1_Pooling"]])
 def test_a_module_with_an_impossible_path_is_named_and_never_opened(
     path: Any, tmp_path: Path
