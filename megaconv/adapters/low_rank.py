@@ -143,6 +143,8 @@ class Change:
     rounds_first: bool = False
     magnitude: LazyTensor | None = None
     """For DoRA: the required norm of each row."""
+    flipped: bool = False
+    """True if the model stores the weight as [in, out]."""
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,15 @@ class MergedTensor(ComputedTensor):
             weight += delta
             if self.change.magnitude is not None:
                 length = read_floats(self.change.magnitude, box._replace(col1=box.col0 + 1))[:, 0]
-                weight *= (length / row_norms(weight))[:, None]
+                weight *= (length / row_norms(weight, self._lanes))[:, None]
         if not np.isfinite(weight).all():
             self._require_earlier(weight, box)
         return weight
+
+    @property
+    def _lanes(self) -> int:
+        """The number of parallel sums in the norm of a row. torch sums a column in order."""
+        return 1 if self.change.flipped else _LANES
 
     def _require_earlier(self, merged: Floats, box: Box) -> None:
         """Raise NotExpressible unless all numbers that aren't finite were so before."""
@@ -221,13 +228,13 @@ def _rows_of(box: Box) -> int:
     return max(_BLOCK_BYTES, box.cols * ITEMSIZE["float32"])
 
 
-def row_norms(values: Floats) -> Any:
-    """The norm of each row, as torch sums its squares: eight parallel sums, which are then added in order."""
-    whole = values.shape[1] // _LANES * _LANES
+def row_norms(values: Floats, lanes: int) -> Any:
+    """The norm of each row, as torch sums its squares: so many parallel sums, which are then added in order."""
+    whole = values.shape[1] // lanes * lanes
     squares = values * values
-    sums = np.zeros((len(values), _LANES), np.float32)
-    for col in range(0, whole, _LANES):
-        sums += squares[:, col : col + _LANES]
+    sums = np.zeros((len(values), lanes), np.float32)
+    for col in range(0, whole, lanes):
+        sums += squares[:, col : col + lanes]
     total = np.zeros(len(values), np.float32)
     for column in (*sums.T, *squares[:, whole:].T):
         total += column

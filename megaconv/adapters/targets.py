@@ -311,7 +311,7 @@ def _changes_of_module(
     is_added_rounded = module.embedding or _is_of_parameter(native, adapter.config)
     rounds_first = is_added_rounded or adapter.config.rounds_first
     for name, delta in deltas.items():
-        yield name, Change(delta, rounds_first, magnitudes.get(name))
+        yield name, Change(delta, rounds_first, magnitudes.get(name), _flipped(native))
     if module.bias is not None:
         bias = names.native(native.name.removesuffix("weight") + "bias")
         for name, delta in names.canonical(bias, ScaledVector(module.bias, scale)).items():

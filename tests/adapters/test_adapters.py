@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats.tensor import Box, matrix_shape, read_tensor
-from megaconv.adapters.low_rank import product
+from megaconv.adapters.low_rank import product, row_norms
 from megaconv.adapters.merging import merge
 from megaconv.engine.preparation import open_source
 from megaconv.input import find_input
@@ -476,6 +476,15 @@ def test_a_product_adds_in_the_order_of_the_rank(rank: int) -> None:
         expected = (np.outer(column, row) + expected).astype(np.float32)
     assert np.array_equal(product(left, right), expected)
     assert np.array_equal(product(left[7:8], right[:, 5:6]), expected[7:8, 5:6])
+
+
+@pytest.mark.parametrize(("stored", "lanes"), [("[out, in]", 8), ("[in, out]", 1)])
+def test_norms_of_rows_are_those_of_torch(stored: str, lanes: int) -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(1))
+    if stored == "[in, out]":
+        weight = weight.T.contiguous().T  # Conv1D of GPT-2, which peft transposes
+    expected = torch.linalg.norm(weight, dim=1).numpy()
+    assert np.array_equal(row_norms(weight.contiguous().numpy(), lanes), expected)
 
 
 def test_an_adapter_of_16_bits_is_computed_in_float32(tmp_path: Path) -> None:
