@@ -65,7 +65,8 @@ PARTNERS: dict[str, dict[str, Any]] = {
 """The further fields that must change with a field, so that the result is a valid model."""
 FOLLOWS = {
     "experts.ffn": ("experts.shared_ffn",),
-    "experts.count": ("experts.shared_ffn",),
+    "experts.count": ("experts.shared_ffn", "attention.heads"),
+    "experts.per_token": ("attention.heads",),
     "hidden": ("embedding_scale", "attention.head_dim", "mlp.ffn", "head.divisor"),
     "mamba.heads": ("attention.heads",),
     "positions.scaling": ("temperature.scale", "temperature.interval"),
@@ -73,7 +74,7 @@ FOLLOWS = {
     "attention.qkv_bias": ("attention.o_bias",),
     "attention.heads": ("attention.kv_heads", "attention.head_dim", "num_key_value_heads"),
     "attention.head_dim": ("attention.scale",),
-    "attention.kv_heads": ("layers.kv_heads", "num_key_value_heads"),
+    "attention.kv_heads": ("attention.heads", "layers.kv_heads", "num_key_value_heads"),
     "layers.shares_index": ("indexer_types",),
     "layers.kv_source": ("kv_source_layers",),
     "attention.head_gate": ("attention.output_gate",),
@@ -82,7 +83,7 @@ FOLLOWS = {
     "mlp.activation": ("hidden_act",),
     "head.activation": ("hidden_act",),
     "layers.rotates": ("layers.chunk", "no_rope_layers", "positions.theta"),
-    "mlp.ffn": ("layers.ffn", "experts.ffn"),
+    "mlp.ffn": ("layers.ffn", "experts.ffn", "experts.shared_ffn"),
     "layers.mlp": ("mlp.ffn",),
     **dict.fromkeys(
         ("ngrams.size", "ngrams.heads", "ngrams.vocab", "ngrams.multiple"), ("layers.ngram_rows",)
