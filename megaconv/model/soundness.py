@@ -13,6 +13,7 @@ _NUMBERS = ("norm.epsilon", "positions.theta", "positions.rotary_percent")
 def require_sound(model: DescribedModel) -> None:
     """Raises CorruptCheckpoint for values that no model has."""
     _check_numbers(model)
+    _check_windows(model)
     _check_experts(model)
     _check_latent(model)
     _check_indexer(model)
@@ -49,6 +50,14 @@ def _check_numbers(model: DescribedModel) -> None:
         raise CorruptCheckpoint(
             "the model's attention.scale is 0, with which each token attends to all others alike"
         )
+
+
+def _check_windows(model: DescribedModel) -> None:
+    for kind in model.layers:
+        if kind.window is not None and (type(kind.window) is not int or kind.window < 1):
+            raise CorruptCheckpoint(
+                f"the model's attention window should be a positive number, found {kind.window!r:.60}"
+            )
 
 
 def _check_experts(model: DescribedModel) -> None:

@@ -460,6 +460,13 @@ def test_keys_that_contradict_each_other_are_refused(name: str, keys: Raw, messa
         read(raw)
 
 
+@pytest.mark.parametrize("size", ["x", [7], {"size": 7}, 2.5, True])
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
+def test_a_window_that_is_no_number_is_refused(name: str, size: Any) -> None:
+    with pytest.raises(CorruptCheckpoint, match="attention window should be a positive number"):
+        read(raw_config(name, sliding_window=size))
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "olmo3", "gpt_oss"])
 def test_a_model_without_windows_is_written_so_that_transformers_can_run_it(name: str) -> None:
