@@ -44,13 +44,11 @@ _UNTRAINED = ".original_module."
 
 _READ = frozenset((
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "target_parameters"),
-    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path", "lora_dropout", "trainable_token_indices"),
+    *("ensure_weight_tying", "init_lora_weights", "base_model_name_or_path", "lora_dropout", "trainable_token_indices", "fan_in_fan_out"),
 ))  # fmt: skip
 _HARMLESS = frozenset((
     # The tensors show these: which modules have an adapter, which tensors are replaced.
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "bias", "lora_bias"),
-    # The family's table knows which weights are stored as [in, out].
-    "fan_in_fan_out",
     # These affect only the training.
     *("inference_mode", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
     # Names, and settings of features that are refused if they are enabled.
@@ -88,6 +86,8 @@ class AdapterConfig:
     """Module -> tokens whose rows were trained alone. The module `""` stands for all modules."""
     dropout: float = 0.0
     """The dropout of the training. It is copied to the output."""
+    flipped: bool = False
+    """True if weights are stored as [in, out]. It counts for models without a family, which have no table that says so."""
     initialization: str = ""
     """PISSA or OLORA for an adapter that goes with a changed base; empty otherwise."""
     rounds_first: bool = False
@@ -226,6 +226,7 @@ def peft_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             _text(raw, "base_model_name_or_path"),
             _tokens(raw.get("trainable_token_indices")),
             _dropout(raw.get("lora_dropout") or 0.0),
+            _flag(raw, "fan_in_fan_out"),
             _initialization(raw),
             raw.get("init_lora_weights") == MICA,
         )

@@ -17,6 +17,7 @@ from megaconv.adapters.tied_head import without_repeats
 from megaconv.adapters.vocabulary import TokenRows, resized, token_rows
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family
+from megaconv.huggingface.stored_names import prefix_of
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -140,9 +141,12 @@ class _Names:
     paths: FilePaths | None = field(init=False)
     """Set for a model that no family describes, whose files may name modules otherwise than its class."""
     shapes: Mapping[str, Shape] = field(init=False)
+    prefix: str = field(init=False)
+    """The beginning of names that the names of a bare model lack."""
 
     def __post_init__(self) -> None:
         rows = self.family.rows
+        self.prefix = prefix_of(self.family)
         self.natives = {
             native.name: native
             for naming in (HF_STACKED, HF)
@@ -173,7 +177,7 @@ class _Names:
         Raises TensorMismatch for a tensor that the model doesn't have, NotExpressible for a tied tensor's second name.
         """
         name = self.tensor(name)
-        native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
+        native = self.natives.get(name) or self.natives.get(self.prefix + name)
         if native is None:
             raise TensorMismatch(
                 f"{self.where}: {name} is not in the model{self._reason(name)}",
@@ -201,7 +205,7 @@ class _Names:
     def parts(self, name: str) -> tuple[frozenset[str], bool]:
         """(canonical tensors, True for a duplicate tensor) of a tensor's name; none for an unknown name."""
         name = self.tensor(name)
-        native = self.natives.get(name) or self.natives.get(self.family.prefix + name)
+        native = self.natives.get(name) or self.natives.get(self.prefix + name)
         return (
             (frozenset(), False)
             if native is None
@@ -211,10 +215,7 @@ class _Names:
     def target(self, module: ModuleAdapter) -> NativeTensor:
         """The weight that a module's adapter changes."""
         path = self.path(module)
-        if (
-            path + ".weight" in self.natives
-            or self.family.prefix + path + ".weight" in self.natives
-        ):
+        if path + ".weight" in self.natives or self.prefix + path + ".weight" in self.natives:
             return self.native(path + ".weight")
         stacked = [self.natives[name] for name in self.natives if name.rpartition(".")[0] == path]
         fitting = [native for native in stacked if len(native.shape) == 3 and _fits(module, native)]
@@ -231,6 +232,10 @@ class _Names:
                 code="misshapen-tensor",
             )
         return fitting[0]
+
+    def is_flipped(self, native: NativeTensor, config: AdapterConfig) -> bool:
+        """True if the model stores this weight as [in, out]."""
+        return _flipped(native) if self.paths is None else config.flipped
 
     def canonical(self, native: NativeTensor, tensor: LazyTensor) -> dict[str, LazyTensor]:
         """The canonical tensors in a native tensor. Raises NotExpressible if it doesn't hold all of each."""
@@ -252,22 +257,22 @@ def _elements(shape: Shape) -> int:
 
 
 def _flipped(native: NativeTensor) -> bool:
-    """True if the model stores this weight as [in, out]."""
+    """True if a family's table stores this weight as [in, out]."""
     regions: tuple[Region, ...] = next(iter(native.parts.values()))
     return regions[0].transposed
 
 
-def _sizes(native: NativeTensor) -> tuple[int, int, int]:
-    """(number of experts, out, in) of a weight."""
+def _sizes(native: NativeTensor, *, flipped: bool) -> tuple[int, int, int]:
+    """(number of experts, out, in) of a weight. flipped: True if it is stored as [in, out]."""
     experts = native.shape[0] if len(native.shape) == 3 else 1
     rows, cols = native.shape[-2:]
-    return (experts, cols, rows) if _flipped(native) else (experts, rows, cols)
+    return (experts, cols, rows) if flipped else (experts, rows, cols)
 
 
 def _fits(module: ModuleAdapter, native: NativeTensor) -> bool:
     if not len(module.a.shape) == len(module.b.shape) == 2:
         return False
-    experts, outs, ins = _sizes(native)
+    experts, outs, ins = _sizes(native, flipped=_flipped(native))
     (a_rows, a_cols), (b_rows, b_cols) = module.a.shape, module.b.shape
     return (a_cols, b_rows) == (ins, outs) and a_rows == b_cols and a_rows % experts == 0
 
@@ -282,8 +287,10 @@ def _changes_of_module(
         )
     native = names.target(module)
     path = path_of(module, native, adapter.config)
-    experts, outs, ins = _sizes(native) if len(native.shape) > 1 else (1, native.shape[0], 1)
-    flipped = _flipped(native)
+    flipped = names.is_flipped(native, adapter.config) and not module.embedding
+    experts, outs, ins = 1, native.shape[0], 1
+    if len(native.shape) > 1:
+        experts, outs, ins = _sizes(native, flipped=flipped)
     if module.embedding:
         # In peft, the vocabulary is an embedding's input; in the model, it is the number of rows.
         outs, ins, flipped = ins, outs, True
@@ -333,12 +340,13 @@ def _magnitudes(
         )
     if module.magnitude is None:
         return {}
-    experts, outs, _ = _sizes(native)
-    is_linear = experts <= 1 and not module.embedding
+    flipped = names.is_flipped(native, adapter.config)
+    experts, outs, _ = _sizes(native, flipped=flipped)
+    is_linear = experts <= 1 and not module.embedding and flipped == _flipped(native)
     fits = tuple(module.magnitude.shape) == (outs,)
     if weight != 1 or not is_linear or not fits:
         raise NotExpressible(
-            f"{adapter.weights}: {module.module}: DoRA is merged into Linear and Conv1D alone, "
+            f"{adapter.weights}: {module.module}: DoRA is merged into Linear alone, and into Conv1D of a known family, "
             f"with a magnitude [{outs}], and whole (no weight)"
         )
     return names.canonical(native, Spread(module.magnitude, native.shape, _flipped(native)))

@@ -58,7 +58,7 @@ def _outer_prefix(names: Iterable[str]) -> str | None:
 
 def is_of_bare_model(names: Iterable[str], family: Family) -> bool:
     """True if files hold the model that the class with a head has inside: their names lack its prefix."""
-    prefix, held = _prefix(family), list(names)
+    prefix, held = prefix_of(family), list(names)
     return bool(prefix and held) and not any(name.startswith(prefix) for name in held)
 
 
@@ -67,7 +67,7 @@ def with_names_of_family(
 ) -> dict[str, LazyTensor]:
     """The tensors by the names in the family's table. Files may lack its prefix, or have other names for some tensors."""
     if is_of_bare_model(found, family):
-        names = {name: _prefix(family) + name for name in found}
+        names = {name: prefix_of(family) + name for name in found}
         names |= {name: name for name in found if name.startswith(_HEAD)}
         found = renamed(found, names, where)
     for old, new in family.older.items():
@@ -80,7 +80,7 @@ def with_names_of_family(
     return renamed(found, {name: others.get(name, name) for name in found}, where)
 
 
-def _prefix(family: Family) -> str:
+def prefix_of(family: Family) -> str:
     """The prefix of all names except the head's; empty for a family whose names have none, or several."""
     if family.prefix:
         return family.prefix

@@ -465,6 +465,57 @@ def test_optimizer_state_does_not_go_along_with_merged_weights(tmp_path: Path) -
     assert_refused(run("convert", *options, "--optimizer"), 2, "--optimizer", "--adapter")
 
 
+def test_an_adapter_of_a_bare_model_is_merged(tmp_path: Path) -> None:
+    """peft of an AutoModel has its names: `layers.0`, without `model.`."""
+    adapter = edited(
+        LINEAR / "adapter", tmp_path / "adapter",
+        tensors=lambda held: {name.replace(".model.model.", ".model."): each for name, each in held.items()},
+    )  # fmt: skip
+    assert run("merge", LINEAR / "base", adapter, "--save-dir", tmp_path / "out").status == 0
+    assert_same_bits(
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(LINEAR / "merged/model.safetensors"),
+    )
+
+
+def conv1d(directory: Path, **settings: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """(a bare GPT-2, which no family describes, with an adapter of one square weight; the adapter's tensors)."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    transformers.GPT2Model(config).save_pretrained(directory / "base")
+    module = f"{PREFIX}h.0.attn.c_proj."
+    tensors = {"lora_A.weight": torch.randn(2, 32), "lora_B.weight": torch.randn(32, 2)}
+    if settings.get("use_dora"):
+        tensors["lora_magnitude_vector"] = torch.ones(32)
+    (directory / "adapter").mkdir()
+    save_file(
+        {module + name: each for name, each in tensors.items()},
+        directory / "adapter/adapter_model.safetensors",
+    )
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "fan_in_fan_out": True, **settings}
+    (directory / "adapter/adapter_config.json").write_text(json.dumps(given))
+    return directory, tensors
+
+
+def test_the_configuration_says_how_a_model_without_a_family_stores_weights(tmp_path: Path) -> None:
+    """[in, out], as Conv1D of GPT-2. The shape of a square weight doesn't say so."""
+    model, adapter = conv1d(tmp_path)
+    outcome = run("merge", model / "base", model / "adapter", "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome
+    name = "h.0.attn.c_proj.weight"
+    before, after = (
+        load_file(tmp_path / path / "model.safetensors")[name] for path in ("base", "out")
+    )
+    change = adapter["lora_B.weight"] @ adapter["lora_A.weight"]
+    torch.testing.assert_close(after, before + change.T)
+
+
+def test_dora_of_conv1d_needs_a_family(tmp_path: Path) -> None:
+    model, _ = conv1d(tmp_path, use_dora=True)
+    outcome = run("merge", model / "base", model / "adapter", "--save-dir", tmp_path / "out")
+    assert_refused(outcome, 2, "h.0.attn.c_proj: DoRA is merged into", "Conv1D of a known family")
+
+
 @pytest.mark.parametrize("rank", [1, 3, 8, 16, 31])
 def test_a_product_adds_in_the_order_of_the_rank(rank: int) -> None:
     """torch's sums: one fused multiply-add after the other. Double precision holds each product exactly."""

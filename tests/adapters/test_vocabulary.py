@@ -130,7 +130,9 @@ def test_rows_of_single_tokens_are_not_translated(tmp_path: Path) -> None:
     assert "rows of single tokens" in outcome.err
 
 
-def test_a_tied_head_stays_tied_if_the_adapter_stores_it_twice() -> None:
+def test_a_tied_head_stays_tied_if_the_adapter_stores_it_twice(tmp_path: Path) -> None:
     stored = load_file(TIED / "adapter/adapter_model.safetensors")
     assert any(name.startswith(f"{PREFIX}lm_head.") for name in stored)
-    assert "lm_head.weight" not in load_file(TIED / "merged/model.safetensors")
+    run("merge", TIED / "base", TIED / "adapter", "--save-dir", tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out/model.safetensors")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"]
