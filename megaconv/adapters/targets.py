@@ -58,8 +58,8 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     for name, tensor in adapter.replaced.items():
         found.replaced |= names.canonical(names.native(name), tensor)
     for name, tensor in adapter.tokens.items():
-        (canonical,) = names.native(name).parts
-        found.tokens[canonical] = token_rows(adapter, name, tensor, names.config)
+        canonical = names.matrix(name)
+        found.tokens[canonical] = token_rows(adapter, name, tensor, names.shapes[canonical])
     if weight != 1 and (found.replaced or found.tokens):
         first_names = ", ".join(sorted({*adapter.replaced, *adapter.tokens})[:3])
         raise NotExpressible(
@@ -189,6 +189,15 @@ class _Names:
                 "its base"
             )
         return native
+
+    def matrix(self, name: str) -> str:
+        """The canonical name of a matrix with a row for each token. Raises TensorMismatch for a tensor that is none."""
+        canonical, *others = self.native(name).parts
+        if others or len(self.shapes[canonical]) != 2:
+            raise TensorMismatch(
+                f"{self.where}: has rows of single tokens for {name}, which is neither an embedding nor a head"
+            )
+        return canonical
 
     def _reason(self, name: str) -> str:
         """Why files of a model without a family lack a module that its class has; empty for other models."""

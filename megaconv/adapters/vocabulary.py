@@ -7,7 +7,7 @@ Source: peft 0.21.2, utils/save_and_load.py and tuners/trainable_tokens.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from formats.tensor import Box, Bytes, ComputedTensor, LazyTensor
+from formats.tensor import Box, Bytes, ComputedTensor, LazyTensor, Shape
 from megaconv.adapters.derived import are_equal
 from megaconv.adapters.low_rank import FLOATS
 from megaconv.adapters.peft_files import Adapter
@@ -138,25 +138,25 @@ def _is_shared(
     return not rows or (len(rows) == len(names) and are_equal(rows))
 
 
-def token_rows(adapter: Adapter, name: str, values: LazyTensor, config: ModelConfig) -> TokenRows:
-    """The new rows of the embedding or the head `name`, a name in the adapter.
+def token_rows(adapter: Adapter, name: str, values: LazyTensor, shape: Shape) -> TokenRows:
+    """The new rows of the embedding or the head `name`, a name in the adapter. shape: of the whole matrix.
 
     Raises TensorMismatch if the configuration lists other tokens.
     """
-    tokens = adapter.config.tokens_of(name.removesuffix(".weight"))
-    if tuple(values.shape) != (len(tokens), config.hidden):
+    tokens, (vocab, hidden) = adapter.config.tokens_of(name.removesuffix(".weight")), shape
+    if tuple(values.shape) != (len(tokens), hidden):
         raise TensorMismatch(
             f"{adapter.weights}: has rows {list(values.shape)} for {name}; trainable_token_indices lists {len(tokens)} tokens, "
-            f"so expected [{len(tokens)}, {config.hidden}]",
+            f"so expected [{len(tokens)}, {hidden}]",
             code="misshapen-tensor",
         )
     if values.dtype not in FLOATS:
         raise TensorMismatch(
             f"{adapter.weights}: has rows of {values.dtype} for {name}; expected {', '.join(FLOATS)}"
         )
-    beyond = [token for token in tokens if not 0 <= token < config.vocab]
+    beyond = [token for token in tokens if not 0 <= token < vocab]
     if beyond:
         raise TensorMismatch(
-            f"{adapter.weights}: has a row for token {beyond[0]} of {name}, and the model has {config.vocab} tokens"
+            f"{adapter.weights}: has a row for token {beyond[0]} of {name}, and the model has {vocab} tokens"
         )
     return TokenRows(tokens, values)

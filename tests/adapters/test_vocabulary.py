@@ -81,6 +81,11 @@ def _one_row_less(tensors: Tensors) -> Tensors:
     return {**tensors, cut: tensors[cut][:-1]}
 
 
+def _of_a_norm(tensors: Tensors) -> Tensors:
+    rows = tensors[f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta"]
+    return {**tensors, f"{PREFIX}model.norm.token_adapter.trainable_tokens_delta": rows}
+
+
 def _whole_numbers(tensors: Tensors) -> Tensors:
     rows = f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta"
     return {**tensors, rows: tensors[rows].to(torch.int32)}
@@ -93,6 +98,8 @@ def _whole_numbers(tensors: Tensors) -> Tensors:
          ("a vocabulary of 108 tokens, the base of 99, and no model.embed_tokens.weight of 108",)),
         (RESIZED, {}, _without_head, ("a vocabulary of 108 tokens, the base of 99, and no lm_head.weight of 108",)),
         (TIED, {}, _without_head, ("and no lm_head.weight of 108",)),
+        (TOKENS, {}, _of_a_norm,
+         ("rows of single tokens for model.norm.weight, which is neither an embedding nor a head",)),
         (TOKENS, {}, _whole_numbers, ("has rows of int32 for lm_head.weight",)),
         (TOKENS, {}, _one_row_less, ("has rows [2, 32]", "trainable_token_indices lists 3 tokens")),
         (TOKENS, {"trainable_token_indices": {"embed_tokens": [3, 99], "lm_head": [3, 9, 7]}}, dict,
@@ -111,6 +118,20 @@ def test_a_vocabulary_that_does_not_fit_is_refused(
     adapter = edited(case / "adapter", tmp_path / "adapter", settings, change)
     outcome = run("merge", case / "base", adapter, "--save-dir", tmp_path / "out")
     assert_refused(outcome, 3, *words)
+
+
+def test_rows_of_tokens_of_a_model_without_a_family_are_merged(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoModel.from_pretrained(TOKENS / "base").save_pretrained(tmp_path / "base")
+    adapter = edited(
+        TOKENS / "adapter", tmp_path / "adapter",
+        tensors=lambda held: {name.replace(".model.model.", ".model."): each for name, each in held.items() if "lm_head" not in name},
+    )  # fmt: skip
+    outcome = run("merge", tmp_path / "base", adapter, "--save-dir", tmp_path / "out")
+    assert outcome.status == 0, outcome
+    found = load_file(tmp_path / "out/model.safetensors")["embed_tokens.weight"]
+    expected = load_file(TOKENS / "merged/model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(found, expected)
 
 
 def test_rows_of_single_tokens_have_no_weight(tmp_path: Path) -> None:
