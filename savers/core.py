@@ -106,7 +106,7 @@ def _style(config: ModelConfig, options: SaveOptions, release: str, *, hybrid: b
         rope_last=writes_rope_last(config, options.extra),
     )
     order = order_for(release, core_order(family(config.family).rows, naming))
-    states = partial(extra_states, naming=naming)
+    states = partial(extra_states, naming=naming, has_scores=config.has("scores"))
     renamed = hybrid_name if hybrid else names_for(release)
     return ModelStyle(naming, order, states, renamed=renamed)
 
@@ -178,6 +178,7 @@ SAVER = Saver(
     name="core",
     description="Megatron core, torch, torch_dist or zarr format (--ckpt-format), at any parallel layout",
     plan=plan,
+    holds_scores=True,
     options={
         INDEXER_FOR: "the release of Megatron core that will compute the indexers of sparse attention: `0.16` (0.16 to 0.18, rotary "
         "elements last), or `0.19` (0.19 and later; the default)",

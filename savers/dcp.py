@@ -13,6 +13,7 @@ from megaconv.engine.sidecars import small_files
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.scores import HEAD, HEAD_OPTION, with_asked_class
 from megaconv.model.ir import Header, Key
 from megaconv.model.naming import HF, HF_STACKED, META_FUSED, META_ROWS, Naming
 from megaconv.model.natives import NativeTensor, unsharded_tensors
@@ -36,7 +37,8 @@ def uses(options: SaveOptions) -> tuple[str, ...]:
 
 def plan(header: Header, options: SaveOptions) -> OutputPlan:
     """The plan of an output. Raises NotExpressible if the family has no config.json for this model."""
-    config, table = header.config, family(header.config.family)
+    table = family(header.config.family)
+    config = with_asked_class(header.config, options.extra.get(HEAD))
     names = options.extra.get("names", "transformers")
     naming = _naming(table, names)
     config_json = table.config_json(config, header.training.arguments)
@@ -90,10 +92,12 @@ SAVER = Saver(
     name="dcp",
     description="PyTorch distributed checkpoint (DCP) with transformers' or torchtitan's names, for torchtitan, FSDP and the like",
     plan=plan,
+    holds_scores=True,
     options={
         "names": "the names of tensors: `transformers` (the default); `transformers-stacked`, the names in memory since transformers 5, "
         "where one tensor holds all experts of a layer; `torchtitan` and, for its releases since 0.3, `torchtitan-0.3` (for Llama), "
-        "or `torchtitan-0.3-separate` for optimizer state of a model without `fuse_qkv`"
+        "or `torchtitan-0.3-separate` for optimizer state of a model without `fuse_qkv`",
+        **HEAD_OPTION,
     },
     uses=uses,
     holds_optimizer=True,

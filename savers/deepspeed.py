@@ -53,6 +53,7 @@ SAVER = Saver(
     name="deepspeed",
     description="DeepSpeed universal checkpoint with transformers' names, for ZeRO 1, 2 and 3; without optimizer state, a module's weights",
     plan=plan,
+    holds_scores=True,
     options={
         "experts": "the names of experts: `stacked`, one tensor for all experts of a layer, as in modules of transformers 5 (the default), "
         "or `separate`",

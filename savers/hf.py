@@ -13,6 +13,7 @@ from megaconv.engine.sidecars import copies, small_files
 from megaconv.engine.weight_files import add_weight_files
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.scores import HEAD, HEAD_OPTION, with_asked_class
 from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
     notices,
@@ -102,7 +103,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
 
 def _written_config(config: ModelConfig, options: SaveOptions) -> ModelConfig:
-    """The configuration for config.json. BERT's head gets the activation of its layers if the user accepts this loss."""
+    """The configuration for config.json, with the class that the user asks for. BERT's head gets the activation of its
+    layers if the user accepts this loss."""
+    config = with_asked_class(config, options.extra.get(HEAD))
     if config.head.activation and "activation" in options.allow_lossy:
         return changed(config, {"head.activation": config.mlp.activation})
     return config
@@ -187,7 +190,8 @@ SAVER = Saver(
     name="hf",
     description="Hugging Face transformers: config.json with sharded *.safetensors",
     plan=plan,
-    options=OPTIONS,
+    holds_scores=True,
+    options={**OPTIONS, **HEAD_OPTION},
     uses=uses,
     holds_whole=True,
     keeps_names=True,

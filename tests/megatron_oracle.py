@@ -28,7 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
-from tests import custom_layers, delta_net_oracle, encoder_oracle, mamba_oracle, sparse_oracle
+from tests import (
+    custom_layers,
+    delta_net_oracle,
+    encoder_oracle,
+    mamba_oracle,
+    score_oracle,
+    sparse_oracle,
+)
 from tests.custom_layers import CORES_OWN, Needs
 
 if TYPE_CHECKING:
@@ -96,8 +103,21 @@ class Megatron:
         """
         return cast("torch.Tensor", self.answer(checkpoint, tokens, further=further).float())
 
-    def answer(self, checkpoint: Path, tokens: Any, *, further: bool = False) -> Any:
-        """The answers of a model. For models with an encoder, see tests/encoder_oracle.py. further: see logits."""
+    def save(self, checkpoint: Path, tokens: "torch.Tensor", target: Path) -> "torch.Tensor":
+        """The logits, after Megatron saved the model as torch_dist: weights alone, without args, as verl does."""
+        target.mkdir()
+        return cast("torch.Tensor", self.answer(checkpoint, tokens, saved=target).float())
+
+    def answer(
+        self,
+        checkpoint: Path,
+        tokens: Any,
+        *,
+        further: bool = False,
+        saved: Path | None = None,
+    ) -> Any:
+        """The answers of a model. For models with an encoder, see tests/encoder_oracle.py. further: see logits. saved: see
+        save."""
         import torch
 
         if not self._ranks:
@@ -109,7 +129,8 @@ class Megatron:
         )
         torch.save(tokens, asked)
         for rank in self._ranks:
-            _write_line(rank.jobs, json.dumps([str(checkpoint), str(asked), str(answer), further]))
+            paths = [str(checkpoint), str(asked), str(answer)]
+            _write_line(rank.jobs, json.dumps([*paths, further, saved and str(saved)]))
         replies = [_read_reply(rank.replies) for rank in self._ranks]
         if any(reply != "done" for reply in replies):
             self._stop()
@@ -479,6 +500,25 @@ def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[st
     return loaded
 
 
+def save_distributed(target: Path, chunks: "list[GPTModel]") -> None:
+    """Save this rank's share of a torch_dist checkpoint with the keys of verl's MegatronCheckpointManager."""
+    from megatron.core import dist_checkpointing
+
+    _save_without_cuda()
+    names = [f"model{number}" for number in range(len(chunks))] if len(chunks) > 1 else ["model"]
+    state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, chunks, strict=True)}
+    dist_checkpointing.save(state, str(target))
+
+
+def _save_without_cuda() -> None:
+    """Let Megatron save from the CPU. It measures its memory with psutil, and waits for copies from the GPU."""
+    import torch
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._process_memory = lambda: 0
+    torch.cuda.synchronize = lambda device=None: None
+
+
 def load_chunks(args: Namespace, version: Path, *, further: bool) -> list[Any]:
     """This rank's virtual stages with their weights; names have to match exactly, and dtypes those that args give."""
     stages = virtual_stages(args)
@@ -488,6 +528,8 @@ def load_chunks(args: Namespace, version: Path, *, further: bool) -> list[Any]:
         )
         for stage in (range(stages) if stages else [None])
     }
+    for chunk in built.values():
+        score_oracle.replace_head(chunk, version.parent)
     distributed = (version / "metadata.json").exists()
     state = (
         load_distributed(version, built) if distributed else read_rank_file(own_file(version, args))
@@ -552,8 +594,10 @@ def forward(args: Namespace, chunks: list[Any], asked: Any) -> Any:
     return output
 
 
-def answer(rank: int, checkpoint: Path, asked: Path, answered: Path, *, further: bool) -> None:
-    """One job: the last rank of the first group writes the logits."""
+def answer(
+    rank: int, checkpoint: Path, asked: Path, answered: Path, *, further: bool, saved: Path | None
+) -> None:
+    """One job: the last rank of the first group writes the logits. saved: where to save the model first; None: nowhere."""
     import torch
     from megatron.core import parallel_state
 
@@ -562,7 +606,10 @@ def answer(rank: int, checkpoint: Path, asked: Path, answered: Path, *, further:
         min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")])
     )["args"]
     with process_groups(args, rank, answered.with_suffix(".rendezvous")), torch.no_grad():
-        logits = forward(args, load_chunks(args, version, further=further), torch.load(asked))
+        chunks = load_chunks(args, version, further=further)
+        if saved is not None:
+            save_distributed(saved, chunks)
+        logits = forward(args, chunks, torch.load(asked))
         first_group = (
             parallel_state.get_tensor_model_parallel_rank()
             == parallel_state.get_data_parallel_rank()
@@ -576,8 +623,8 @@ def serve(rank: int) -> None:
     """Answer jobs from standard input until it ends or one fails."""
     for line in sys.stdin:
         try:
-            *paths, further = json.loads(line)
-            answer(rank, *map(Path, paths), further=further)
+            *paths, further, saved = json.loads(line)
+            answer(rank, *map(Path, paths), further=further, saved=saved and Path(saved))
             reply = "done"
         except Exception as error:
             reply = f"{type(error).__name__}: {error}"

@@ -1204,8 +1204,11 @@ def family_of(variant: Variant) -> str:
     )
 
 
-def create(variant: Variant, directory: Path) -> None:
-    """Save a model of this kind; the same one every time."""
+def create(variant: Variant, directory: Path, auto: Any = None, **settings: Any) -> None:
+    """Save a model of this kind; the same one every time.
+
+    auto: a class such as AutoModelForSequenceClassification; None for a language model. settings: further ones.
+    """
     import torch
 
     torch.manual_seed(20)
@@ -1219,9 +1222,10 @@ def create(variant: Variant, directory: Path) -> None:
     if variant.model_type in ("mamba2", "nemotron_h"):
         # These classes have their own key for epsilon, and no positions.
         del sizes["rms_norm_eps"], sizes["rope_parameters"]
-    config = make_config(variant.model_type, **{**sizes, **variant.settings})
-    found = model_class(config)
-    model = found(config) if config.model_type == "mistral4" else found.from_config(config)
+    config = make_config(variant.model_type, **{**sizes, **variant.settings, **settings})
+    found = auto or model_class(config)
+    is_class = config.model_type == "mistral4" and auto is None
+    model = found(config) if is_class else found.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)

@@ -27,6 +27,7 @@ UNITS = {
     "tests/trainer/inference/": RUNS,
     "tests/trainer/pretended_cuda/": PRETENDED,
     "tests/megatron/test_oracles.py": MEGATRON,
+    "tests/megatron/test_scores.py": MEGATRON,
     "tests/families/test_delta_nets.py": MEGATRON,
     "tests/families/test_mamba.py": MEGATRON,
     "tests/families/test_hf_encoders.py": MEGATRON,

@@ -14,6 +14,7 @@ from megaconv.adapters.initialization import Remainder, removed_parts
 from megaconv.adapters.low_rank import MergedTensor
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG, OLORA, PISSA, Adapter
+from megaconv.adapters.scored_head import notice_of_head
 from megaconv.adapters.targets import Changes, changes_of
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
@@ -135,8 +136,10 @@ class MergedSource:
         return found
 
     def _manifest(self, header: Header) -> Mapping[Key, TensorInfo]:
-        is_tied_as_before = self.config.tie_embeddings == header.config.tie_embeddings
-        if is_tied_as_before and self.config.vocab == header.config.vocab:
+        before, now = header.config, self.config
+        is_tied_as_before = now.tie_embeddings == before.tie_embeddings
+        has_same_head = now.head.labels == before.head.labels
+        if is_tied_as_before and has_same_head and now.vocab == before.vocab:
             return header.manifest
         shapes = canonical_shapes(family(self.config.family).rows, self.config)
         tied = header.manifest[Key("embed.weight")]
@@ -155,9 +158,13 @@ class MergedSource:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        untied = self.config.tie_embeddings != self.source.header.config.tie_embeddings
+        before = self.source.header.config
+        untied = self.config.tie_embeddings != before.tie_embeddings
         found = [each.summary for each in self.merged]
-        if untied:
+        of_head = notice_of_head(before, self.config)
+        if of_head is not None:
+            found.append(of_head)
+        elif untied:
             found.append("head and embedding are no longer tied: the adapter changes one of them")
         if any(each.removed for each in self.merged):
             found.append(

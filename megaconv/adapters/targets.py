@@ -13,6 +13,7 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.adapters.file_paths import FilePaths
 from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
 from megaconv.adapters.peft_files import Adapter, AdapterConfig, ModuleAdapter, module_path
+from megaconv.adapters.scored_head import with_scored_head
 from megaconv.adapters.tied_head import without_repeats
 from megaconv.adapters.vocabulary import TokenRows, resized, token_rows
 from megaconv.errors import NotExpressible, TensorMismatch
@@ -49,7 +50,7 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
 
     Raises TensorMismatch for an adapter of another model, NotExpressible for a change that can't be merged.
     """
-    adapter, config = resized(adapter, family, config)
+    adapter, config = resized(adapter, family, with_scored_head(adapter, config))
     names = _Names(family, config, str(adapter.weights))
     if config.tie_embeddings:
         adapter = without_repeats(adapter, names.parts, names.path)

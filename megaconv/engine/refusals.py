@@ -25,6 +25,7 @@ def refuse_source(header: Header, found: Input, saver: Saver, options: ConvertOp
     if header.adapter is not None:
         _refuse_as_adapter(found, saver, options)
     _refuse_whole(header, saver, options)
+    _refuse_scores(header, found, saver)
     _refuse_own_names(header, options)
     if options.adapters and LEFT_OUT in header.beside:
         raise UsageError(
@@ -75,6 +76,15 @@ def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None
         raise UsageError(
             f"--adapter: is merged into the multimodal model {name} only from hf to hf or dcp; convert to hf first, merge there "
             "with megaconv merge MODEL ADAPTER --save-dir OUT, and convert the result"
+        )
+
+
+def _refuse_scores(header: Header, found: Input, saver: Saver) -> None:
+    """Raises NotExpressible for a reward model or critic if the saver writes language models alone."""
+    if header.config.has("scores") and not saver.holds_scores:
+        raise NotExpressible(
+            f"{found.given}: its head gives scores, as in a reward model or a critic, which --saver {saver.name} doesn't write; "
+            "choose --saver hf, core, dcp or deepspeed"
         )
 
 

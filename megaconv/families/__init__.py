@@ -22,6 +22,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.llama_vision import llama_config, text_config
 from megaconv.families.parts.own_names import OWN_NAMES, without_family
+from megaconv.families.parts.scores import classes_with_scores
 from megaconv.families.parts.unsupported import UNSUPPORTED
 from megaconv.families.parts.whole_model import named
 from megaconv.model.beside import Whole
@@ -109,7 +110,11 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
             return False
         if architectures:
             is_named = config.get("model_type") == family.model_type
-            classes = (*family.architectures, *(family.classes_of_others if is_named else ()))
+            classes = (
+                *family.architectures,
+                *classes_with_scores(family.name),
+                *(family.classes_of_others if is_named else ()),
+            )
             return bool(set(architectures) & set(classes))
         if family.no_class:
             return False

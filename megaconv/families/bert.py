@@ -12,10 +12,10 @@ A BERT that was finetuned for a task has one head on its pooled first token inst
 head predicts classes (Megatron's MNLI and QQP), or a score for each choice (RACE).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (
     ALL_BIASES,
@@ -24,15 +24,14 @@ from megaconv.families.parts.decoder_keys import (
     multi_head,
 )
 from megaconv.families.parts.keys import (
-    CONFIG_NAME,
     Fields,
     Keys,
     Raw,
     choice,
-    need_size,
     number,
     size,
 )
+from megaconv.families.parts.scores import label_count, label_names
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.table import Copied, Fused, Row
@@ -178,8 +177,6 @@ _CHOICES = "ForMultipleChoice"
 _MODELS = (_PRETRAINING, _MASKED, _CLASSES, _CHOICES)
 _ORIGINAL = tuple("Bert" + model for model in _MODELS)
 _MEGATRON = tuple("MegatronBert" + model for model in _MODELS)
-_CLASSES_UNASKED = 2
-"""Number of classes of a model whose config.json doesn't give it."""
 
 
 def _read_activation(raw: Raw) -> Fields:
@@ -203,20 +200,8 @@ def _read_architecture(raw: Raw) -> Fields:
     place = "after_sum" if architecture in _ORIGINAL else "before"
     found = {"norm.place": place, "head.binary": architecture.endswith(_PRETRAINING)}
     if architecture.endswith(_CLASSES):
-        found["head.classes"] = _classes(raw)
+        found["head.classes"] = label_count(raw)
     return found | {"head.choices": architecture.endswith(_CHOICES)}
-
-
-def _classes(raw: Raw) -> int:
-    """The number of classes, as transformers counts them."""
-    names = raw.get("id2label")
-    if names is None:
-        return need_size(raw, "num_labels", _CLASSES_UNASKED)
-    if not isinstance(names, Mapping) or not names:
-        raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: id2label should have a name for each class, found {names!r:.100}"
-        )
-    return len(names)
 
 
 def _write_architecture(config: ModelConfig) -> Raw:
@@ -251,12 +236,7 @@ def _read_task(raw: Raw) -> Fields:
 def _write_task(config: ModelConfig) -> Raw:
     if not config.has("classification_head"):
         return {"tie_word_embeddings": True} if config.has("multichoice_head") else {}
-    names = {str(number): f"LABEL_{number}" for number in range(config.head.classes)}
-    return {
-        "id2label": names,
-        "label2id": {name: int(number) for number, name in names.items()},
-        "tie_word_embeddings": True,
-    }
+    return label_names(config.head.classes) | {"tie_word_embeddings": True}
 
 
 def _write_token_types(config: ModelConfig) -> Raw:

@@ -44,7 +44,7 @@ _FIELDS = {
     "mamba1.width": WIDTH, "mamba1.state": WIDTH, "mamba1.conv": WIDTH, "mamba1.rank": WIDTH,
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
     "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,
-    "layer_inputs.width": WIDTH, "layer_inputs.vocab": VOCABULARY, "head.unpredicted": VOCABULARY,
+    "layer_inputs.width": WIDTH, "head.labels": WIDTH, "layer_inputs.vocab": VOCABULARY, "head.unpredicted": VOCABULARY,
     "block_indexer.heads": WIDTH, "block_indexer.head_dim": WIDTH, "block_indexer.topk": POSITIONS, "block_indexer.block": POSITIONS,
     "streams.count": WIDTH, "streams.laurel_rank": WIDTH, "hyper.streams": EXPERTS, "hyper.iterations": EXPERTS,
     "hyper.rank": WIDTH, "ngrams.size": EXPERTS, "ngrams.heads": EXPERTS, "ngrams.width": WIDTH, "ngrams.conv": WIDTH,

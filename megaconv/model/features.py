@@ -15,7 +15,11 @@ def _without_words(config: DescribedModel) -> bool:
 
 
 OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
-    "untied": lambda config: not config.tie_embeddings and not _without_words(config),
+    "untied": lambda config: (
+        not config.tie_embeddings and not _without_words(config) and not config.head.labels
+    ),
+    "scores": lambda config: config.head.labels > 0,
+    "score_bias": lambda config: config.head.labels > 0 and config.head.labels_bias,
     "rope": lambda config: config.positions.kind == "rope",
     "interleaved": lambda config: config.positions.interleaved,
     "skips_rope": lambda config: not all(each.rotates for each in config.layers),
@@ -61,13 +65,13 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
         each.limit is not None or each.shared_limit is not None for each in config.layers
     ),
     "two_rotations": lambda config: config.positions.local_rotary_percent is not None,
-    "normalized_head": lambda config: config.head.normalized,
+    "normalized_head": lambda config: config.head.normalized and not config.head.labels,
     "shorter_head": lambda config: config.head.unpredicted > 0,
     "partly_scaled": lambda config: (
         config.positions.scaling is not None
         and not all(each.scales_positions for each in config.layers)
     ),
-    "capped_logits": lambda config: config.head.logit_cap is not None,
+    "capped_logits": lambda config: config.head.logit_cap is not None and not config.head.labels,
     "scaled_embedding": lambda config: config.embedding_scale is not None,
     "tempered": lambda config: config.temperature.scale != 0,
     "chunks": lambda config: any(each.chunk is not None for each in config.layers),
@@ -183,7 +187,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "shared_tower": lambda config: config.retriever.towers == "shared",
     "projection": lambda config: config.retriever.projection > 0,
     "tower_pooler": lambda config: config.retriever.pooler,
-    "head_bias": lambda config: config.head.bias,
+    "head_bias": lambda config: config.head.bias and not config.head.labels,
     "transform": lambda config: bool(config.head.activation),
     "windows": lambda config: config.window is not None,
     "tower": lambda config: config.whole is not None and bool(config.whole.tower),

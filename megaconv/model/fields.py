@@ -98,6 +98,7 @@ STRUCTURE = (
         "head.binary",
         "head.classes",
         "head.choices",
+        "head.labels",
         "head.unpredicted",
         "positions.buckets",
         "positions.offset",

@@ -71,6 +71,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     if config.norm.kind != "LayerNorm" or not config.norm.weight:
         yield "norm.bias"
     yield from _of_single_norms_without_effect(config)
+    yield from _of_heads_without_effect(config)
     if not config.parallel_residual:
         yield "norm.shared"
     if not config.indexer.pool:
@@ -134,6 +135,19 @@ def _of_single_norms_without_effect(config: ModelConfig) -> Iterator[str]:
         yield "norm.plain_final"
     if not config.experts.latent:
         yield "experts.normed_latent"
+
+
+OF_WORDS = ("head.bias", "head.logit_cap", "head.divisor", "head.normalized")
+"""Fields of a head for words alone."""
+
+
+def _of_heads_without_effect(config: ModelConfig) -> Iterator[str]:
+    """The fields of a head that the model doesn't have: for words, or of scores."""
+    yield "head.of_tokens"
+    if not config.head.labels:
+        yield "head.labels_bias"
+    else:
+        yield from OF_WORDS
 
 
 def _of_attention_without_effect(config: ModelConfig) -> Iterator[str]:

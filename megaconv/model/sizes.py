@@ -35,6 +35,7 @@ SIZES: Mapping[str, Size] = {
     "retriever_layers": Size("retrieval.layers"),
     "token_types": Size("token_types"),
     "classes": Size("head.classes"),
+    "labels": Size("head.labels"),
     "unpredicted": Size("head.unpredicted"),
     "projection": Size("retriever.projection"),
     "relative_buckets": Size("positions.buckets"),

@@ -392,6 +392,14 @@ class Head:
     """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
     unpredicted: int = 0
     """Tokens at the end of the vocabulary that the head has no rows for: the model reads them and never predicts them."""
+    labels: int = 0
+    """Number of scores that the head gives for each token, instead of one for each token of the vocabulary: of a reward
+    model, a critic or a classifier. 0 in a language model."""
+    labels_bias: bool = False
+    """True if each of these scores has a bias."""
+    of_tokens: bool = False
+    """True if the scores of all tokens are meant (XForTokenClassification). False: those of the last token, which stands
+    for its text (XForSequenceClassification). The head computes the same."""
 
 
 @dataclass(frozen=True)

@@ -390,6 +390,8 @@ def test_a_model_with_everything_has_every_row(family: str) -> None:
         *configs,
         *(changed(config, {"latent.q_rank": 0}) for config in configs if not has_indexer(family)),
     ]
+    scores = {"head.labels": 3, "head.labels_bias": True}
+    either = [*either, *(changed(config, scores) for config in configs)]
     for row in families()[family].rows:
         assert any(
             row.exists(config, layer) for config in either for layer in range(config.layer_count)

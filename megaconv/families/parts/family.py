@@ -11,6 +11,13 @@ from megaconv.families.parts.hf_config import as_file, quant_method, require_cau
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.own_names import config_of_own_names
+from megaconv.families.parts.scores import (
+    NOT_OF_KEYS,
+    class_with_scores,
+    label_names,
+    read_scores,
+    with_scores,
+)
 from megaconv.families.parts.whole_model import named, whole_config_json
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, changed
@@ -95,6 +102,10 @@ class Family:
     """A function that returns notices for the user, if Megatron is on either side of a conversion. They report where
     Megatron's computation of the model differs from transformers' computation."""
 
+    def __post_init__(self) -> None:
+        """Give each decoder the rows of a head of scores, which no family lists."""
+        object.__setattr__(self, "rows", with_scores(self.rows))
+
     def read_hf(self, raw: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises CorruptCheckpoint, NotExpressible or UnknownFamily for unsupported values."""
         quant_method(raw, CONFIG_NAME)
@@ -103,16 +114,19 @@ class Family:
         )
         if not found.has("encoder") and not found.has("transform"):
             require_causal(raw, CONFIG_NAME)
-        return replace(found, hf=dict(raw))
+        return changed(replace(found, hf=dict(raw)), read_scores(self.name, raw))
 
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json for transformers 4 and 5. Raises NotExpressible, which names the field, for a field that it
         can't represent."""
         if self.no_class:
             raise NotExpressible(self.no_class)
-        return write_keys(
-            self.keys, self.fixed, self.only, config, self.architectures[0], self.model_type
-        )
+        described = (self.keys, self.fixed, self.only, config)
+        if not config.head.labels:
+            return write_keys(*described, self.architectures[0], self.model_type)
+        named = class_with_scores(config)
+        written = write_keys(*described, named, self.model_type, but=NOT_OF_KEYS)
+        return written | label_names(config.head.labels)
 
     def config_json(self, config: ModelConfig, run: Mapping[str, Any] = _NO_RUN) -> bytes:
         """The config.json of the output: the model's own if it is known, with the necessary changes.

@@ -292,9 +292,11 @@ def write_keys(
     config: ModelConfig,
     architecture: str,
     model_type: str,
+    *,
+    but: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The config.json of a model. Raises NotExpressible, which names the field, for a field that the architecture can't
-    represent."""
+    represent. but: fields that other keys give."""
     written: dict[str, Any] = {"architectures": [architecture], "model_type": model_type, **only}
     for each in keys:
         written |= each.write(config)
@@ -304,5 +306,5 @@ def write_keys(
         raise NotExpressible(
             f"the model can't be represented as {architecture}: {error}"
         ) from error
-    require_kept(config, back, f"{architecture}'s {CONFIG_NAME}")
+    require_kept(config, back, f"{architecture}'s {CONFIG_NAME}", but=but)
     return written

@@ -274,6 +274,9 @@ _BY_REASON: Mapping[str, str] = {
         tensorboard_queue_size throughput_window_size timing_log_level timing_log_option use_nsys_profiler use_pytorch_profiler
         wandb_entity wandb_exp_name wandb_project wandb_save_dir yaml_cfg
     """,
+    "of ms-swift: the kind of a head of scores, which the tensors show": """
+        num_labels problem_type task_type
+    """,
     "flags of megatron_lite, which mean the same as Megatron's": """
         bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
         beta epsilon epsilon_high grpo loss_type max_completion_length num_generations num_iterations reward reward_weights

@@ -87,6 +87,8 @@ IN_TENSORS = (
         "head.binary",
         "head.classes",
         "head.choices",
+        "head.labels",
+        "head.labels_bias",
         "retriever.towers",
         "retriever.projection",
         "retriever.pooler",

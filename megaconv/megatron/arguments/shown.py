@@ -61,7 +61,7 @@ def _contradictions(
     ):
         yield "retro_encoder_layers", f"{retriever_layers} layers of the encoder"
     untied = getattr(args, "untie_embeddings_and_output_weights", None)
-    heads = ("head.classes", "head.choices", "retriever.towers")
+    heads = ("head.classes", "head.choices", "head.labels", "retriever.towers")
     for_a_task = any(found.get(name) for name in heads)
     if untied is False and not found["tie_embeddings"] and not for_a_task:
         yield "untie_embeddings_and_output_weights", "an untied head"

@@ -182,7 +182,25 @@ def find_sizes(ranks: Ranks, layout: Layout, args: Namespace, names: SizeTensors
     if encoder_layers:
         found |= {"encoder.layers": encoder_layers, "norm.final": has_final_norm}
         return found | {"head.bias": names.head_bias in last} | _find_relative(first)
-    return found | _find_bert(first, last, names)
+    return found | _find_bert(first, last, names) | _find_scores(first, last, names)
+
+
+def _find_scores(first: Weights, last: Weights, names: SizeTensors) -> dict[str, Any]:
+    """The fields of a head of scores, which each tensor-parallel rank holds whole.
+
+    A head for words has a row for each row of the embedding, on each rank.
+    """
+    head = last.get(names.head)
+    if head is None or head.shape[0] == first[names.embedding].shape[0]:
+        return {"head.labels": 0}
+    has_bias = names.head.removesuffix("weight") + "bias" in last
+    return {
+        "head.labels": head.shape[0],
+        "head.labels_bias": has_bias,
+        # transformers has a bias in the classes for scores of tokens alone.
+        "head.of_tokens": has_bias,
+        "tie_embeddings": False,
+    }
 
 
 def _find_attention(attention: Weights, names: SizeTensors) -> dict[str, Any]:

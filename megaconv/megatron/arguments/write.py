@@ -287,7 +287,8 @@ def _vocabulary(
 ) -> dict[str, Any]:
     run = Namespace(**training.arguments)
     return {
-        "untie_embeddings_and_output_weights": config.has("untied"),
+        # GPTModel would give a tied head's stage a second embedding, although a head of scores replaces it.
+        "untie_embeddings_and_output_weights": config.has("untied") or config.has("scores"),
         "make_vocab_size_divisible_by": divisor,
         "vocab_size": config.vocab - adds_a_token(run),
         "padded_vocab_size": padded,

@@ -112,6 +112,8 @@ class _Keys:
     """True if local layers use Transformer Engine's names as keys."""
     stacked: bool
     """True if one key holds all layers."""
+    has_scores: bool
+    """True if the head gives scores. It then has no extra state."""
     is_multimodal: bool
     """True if the language model's keys have a prefix."""
 
@@ -126,6 +128,7 @@ class _Keys:
             local=local,
             is_renamed=is_renamed,
             stacked=stacks_layers(config) and not hybrid,
+            has_scores=config.has("scores"),
             is_multimodal=config.whole is not None,
         )
 
@@ -223,9 +226,8 @@ def extra_objects_of_norms(config: ModelConfig) -> list[PlacedObject]:
 
 def _extra_objects(names: list[str], keys: _Keys) -> Iterator[PlacedObject]:
     """The empty extra state of each module. names: tensors of the modules."""
-    placed = [
-        stack(name, layers=keys.stacked) for name in _modules_with_state(names, local=keys.local)
-    ]
+    modules = _modules_with_state(names, local=keys.local, has_scores=keys.has_scores)
+    placed = [stack(name, layers=keys.stacked) for name in modules]
     grids: dict[str, Shape] = {}
     for key, place in placed:
         grids[key] = _grown(grids.get(key), place)
@@ -233,7 +235,7 @@ def _extra_objects(names: list[str], keys: _Keys) -> Iterator[PlacedObject]:
         yield PlacedObject(key, place or (0,), grids[key] or (1,), None)
 
 
-def _modules_with_state(names: list[str], *, local: bool) -> list[str]:
+def _modules_with_state(names: list[str], *, local: bool, has_scores: bool) -> list[str]:
     """The names of extra states on a single rank."""
     # GPTModel leaves out the extra state of the head; MambaModel, BertModel and T5Model have it.
     with_head = any(name.startswith(("decoder.final_norm.", "lm_head.")) for name in names)
@@ -243,7 +245,7 @@ def _modules_with_state(names: list[str], *, local: bool) -> list[str]:
             return True
         return with_head if "output_layer" in name else not local
 
-    every = extra_states(names, CORE_LOCAL if local else CORE)
+    every = extra_states(names, CORE_LOCAL if local else CORE, has_scores=has_scores)
     found = [name for name in every if is_saved(name)]
     if not local:
         norms = [name for name in names if name.endswith(_NORMS_WITH_STATE)]

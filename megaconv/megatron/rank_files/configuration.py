@@ -38,6 +38,7 @@ def configure(
     _, config = read_config(directory / CONFIG_NAME, text_only=larger and text_only, whole=True)
     if larger:  # the files show whether there is a head, whatever config.json says
         config = changed(config, {"tie_embeddings": found["tie_embeddings"]})
+    config = _with_scores(config, found)
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
         described["attention.heads"] = args.num_attention_heads
@@ -59,6 +60,17 @@ def configure(
     return _with_run_arguments(config, compared, where, config_wins=required)
 
 
+def _with_scores(config: ModelConfig, found: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of a head of scores, which the tensors show.
+
+    Trainers start critics and reward models from a language model, and keep its config.json.
+    """
+    if not found.get("head.labels"):
+        return config
+    fields = ("head.labels_bias",) if config.head.labels else (*OF_SCORES, "tie_embeddings")
+    return changed(config, {name: found[name] for name in fields})
+
+
 def _first_width(config: ModelConfig) -> int:
     """The width of the first MLP, which tensors show. Other layers may have other widths."""
     dense = config.layers_with("dense")
@@ -66,6 +78,8 @@ def _first_width(config: ModelConfig) -> int:
     return config.mlp.ffn if own is None else own
 
 
+OF_SCORES = ("head.labels", "head.labels_bias", "head.of_tokens")
+"""The fields of a head of scores."""
 _STATED_BY = {
     "attention.heads": "num_attention_heads",
     "attention.head_dim": "kv_channels",
@@ -82,7 +96,13 @@ def _compared(
     Fields that tensors show, or that the writer left out of the arguments, aren't among them.
     """
     left_out = getattr(args, LEFT_OUT, ())
-    skipped = {*NOT_COMPUTED, "vocab", *left_out, *(name for name in STRUCTURE if name in found)}
+    skipped = {
+        *NOT_COMPUTED,
+        *OF_SCORES,
+        "vocab",
+        *left_out,
+        *(name for name in STRUCTURE if name in found),
+    }
     if not getattr(args, "multi_latent_attention", False):
         skipped |= {
             name for name, argument in _STATED_BY.items() if getattr(args, argument, None) is None

@@ -99,10 +99,13 @@ def is_of_linear_layer(name: str) -> bool:
     )
 
 
-def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[str, bool]:
+def extra_states(
+    names: Collection[str], naming: Naming | None = None, *, has_scores: bool = False
+) -> dict[str, bool]:
     """The `_extra_state` entries of a model with these parameters: name -> True for an empty tensor, False for None.
 
-    naming: the naming scheme; None: it is recognised from the names.
+    naming: the naming scheme; None: it is recognised from the names. has_scores: True if the model has a head of
+    scores, which is torch's own linear layer and has no such entry.
     """
     has_engine = "local" not in (naming or naming_of(names)).variants
     modules = _linear_modules(names, has_engine)
@@ -110,7 +113,7 @@ def extra_states(names: Collection[str], naming: Naming | None = None) -> dict[s
     if has_engine:
         others = [*_attention_modules(modules, names), *_norm_modules(names)]
         found |= {module + EXTRA_STATE: True for module in others}
-    for head in _heads(names):
+    for head in () if has_scores else _heads(names):
         found[head + EXTRA_STATE] = False
     return found
 

@@ -1,0 +1,155 @@
+"""Decoders with a head of scores instead of one for words: reward models, critics and classifiers.
+
+    XForSequenceClassification   score.weight [labels, hidden]                        the scores of a text's last token
+    XForTokenClassification      score.weight [labels, hidden], score.bias [labels]   the scores of each token
+
+In Megatron the head is a plain linear layer in the place of GPTModel's output layer. It gives the scores of each token.
+Every tensor-parallel rank of the last stage holds it whole:
+
+    output_layer.weight [labels, hidden], output_layer.bias [labels]
+
+Source: GenericForSequenceClassification and GenericForTokenClassification of transformers 5.24; LinearForLastLayer of
+verl (b178a3cd56f5) and slime (624b824a898a), OutputLayerLinear of mcore-bridge (f020e479a20b), which ms-swift trains.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Raw, need_size
+from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
+from megaconv.model.meaning import OF_WORDS
+from megaconv.model.table import Row
+
+SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
+
+_BOTH = """
+    arcee:Arcee axk1:AXK1 axk2:AXK2 deepseek_v3:DeepseekV3 exaone4:Exaone4 gemma:Gemma gemma2:Gemma2 glm:Glm glm4:Glm4
+    gpt_oss:GptOss helium:Helium llama:Llama minimax:MiniMax ministral:Ministral ministral3:Ministral3 mistral:Mistral
+    mistral4:Mistral4 mixtral:Mixtral nemotron:Nemotron persimmon:Persimmon phi:Phi phi3:Phi3 qwen2:Qwen2
+    qwen2_moe:Qwen2Moe qwen3:Qwen3 qwen3_moe:Qwen3Moe qwen3_next:Qwen3Next seed_oss:SeedOss smollm3:SmolLM3
+    stablelm:StableLm starcoder2:Starcoder2
+"""
+_SEQUENCE = """
+    biogpt:BioGpt bloom:Bloom cohere_compass_text:CohereCompassText deepseek_v2:DeepseekV2 falcon:Falcon
+    gemma3_text:Gemma3Text gpt2:GPT2 gpt_bigcode:GPTBigCode gpt_neo:GPTNeo gpt_neox:GPTNeoX gptj:GPTJ
+    hunyuan_v1_dense:HunYuanDenseV1 hunyuan_v1_moe:HunYuanMoEV1 jamba:Jamba jetmoe:JetMoe minicpm3:MiniCPM3 mpt:Mpt
+    olmo:Olmo olmo2:Olmo2 olmo3:Olmo3 openai_gpt:OpenAIGPT opt:OPT phimoe:Phimoe qwen3_5:Qwen3_5Text
+"""
+_TOKEN = "apertus:Apertus"
+
+
+def _classes() -> dict[tuple[str, str], str]:
+    found: dict[tuple[str, str], str] = {}
+    for listed, kinds in ((_BOTH, (SEQUENCE, TOKEN)), (_SEQUENCE, (SEQUENCE,)), (_TOKEN, (TOKEN,))):
+        for entry in listed.split():
+            family, _, stem = entry.partition(":")
+            found |= {(family, kind): stem + kind for kind in kinds}
+    return found
+
+
+CLASSES: Mapping[tuple[str, str], str] = _classes()
+"""(family, SEQUENCE or TOKEN) -> the class of transformers, whose head is named `score`."""
+
+SCORES = (
+    Row("score.weight", ("labels hidden",), stage="last", when="scores", hf="score.weight", core="output_layer.weight"),
+    Row("score.bias", ("labels",), stage="last", when="score_bias", hf="score.bias", core="output_layer.bias"),
+)  # fmt: skip
+"""The rows of the head."""
+HEAD = "head"
+HEADS = {"sequence": False, "token": True}
+"""The option of savers for the kind of class, and its values -> whether the scores of all tokens are meant."""
+HEAD_OPTION = {
+    HEAD: f"of a reward model or critic: the class in config.json, `sequence` ({SEQUENCE}) or `token` ({TOKEN}); default: the source's "
+    "class, else the one that has a bias exactly if the head has one: `token`"
+}
+_UNASKED = 2
+"""transformers' number of labels for a config.json that doesn't give it."""
+NOT_OF_KEYS = ("head.labels", "head.labels_bias", "tie_embeddings", *OF_WORDS)
+"""Fields that a family's own keys don't give for such a model: it has no head for words, which could be tied."""
+
+
+def with_scores(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of a family, with those of a head of scores if it is a decoder."""
+    names = {row.canonical for row in rows}
+    is_decoder = "head.weight" in names and not any(
+        row.stage in ("encoder", "retriever") or row.canonical.startswith("pooler") for row in rows
+    )
+    return (*rows, *SCORES) if is_decoder and "score.weight" not in names else rows
+
+
+def classes_with_scores(family: str) -> tuple[str, ...]:
+    """The classes of transformers for a family's models with a head of scores."""
+    return tuple(CLASSES[family, kind] for kind in (SEQUENCE, TOKEN) if (family, kind) in CLASSES)
+
+
+def read_scores(family: str, raw: Raw) -> Fields:
+    """The fields of a head of scores in a config.json; empty for a model with a head for words."""
+    named = raw.get("architectures") or ()
+    for kind in (SEQUENCE, TOKEN):
+        if CLASSES.get((family, kind)) in named:
+            of_tokens = kind == TOKEN
+            return {
+                "head.labels": label_count(raw),
+                "head.labels_bias": of_tokens,
+                "head.of_tokens": of_tokens,
+                "tie_embeddings": False,
+            }
+    return {}
+
+
+def label_count(raw: Raw) -> int:
+    """The number of labels, as transformers counts them."""
+    names = raw.get("id2label")
+    if names is None:
+        return need_size(raw, "num_labels", _UNASKED)
+    if not isinstance(names, Mapping) or not names:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: id2label should have a name for each class, found {names!r:.100}"
+        )
+    return len(names)
+
+
+def label_names(count: int) -> dict[str, Any]:
+    """transformers' names of unnamed labels, as keys of a config.json."""
+    names = {str(number): f"LABEL_{number}" for number in range(count)}
+    return {
+        "id2label": names,
+        "label2id": {name: int(number) for number, name in names.items()},
+    }
+
+
+def class_with_scores(config: ModelConfig) -> str:
+    """The class of a model with a head of scores. Raises NotExpressible if transformers has none that computes it."""
+    kind = TOKEN if config.head.of_tokens else SEQUENCE
+    found = CLASSES.get((config.family, kind))
+    if found is None:
+        others = " or ".join(classes_with_scores(config.family)) or "none for scores"
+        raise NotExpressible(
+            f"the model gives scores, and transformers has no {kind} with a head `score` for the family {config.family} "
+            f"(it has {others}); choose --saver core"
+        )
+    if config.head.labels_bias and kind == SEQUENCE:
+        raise NotExpressible(
+            f"the head of the model has a bias, and {found} has none; --option {HEAD}=token writes a {TOKEN}"
+        )
+    return found
+
+
+def with_asked_class(config: ModelConfig, asked: str | None) -> ModelConfig:
+    """The configuration with the kind of class that --option head asks for; None: as it is. Raises UsageError."""
+    if asked is None:
+        return config
+    if asked not in HEADS:
+        raise UsageError(f"--option {HEAD}={asked}: is not known; choose {' or '.join(HEADS)}")
+    if not config.head.labels:
+        raise UsageError(f"--option {HEAD}: the model has a head for words; leave it out")
+    return changed(config, {"head.of_tokens": HEADS[asked]})
+
+
+def with_stored_bias(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """The configuration of a model whose files show whether the head has a bias. names: of all tensors."""
+    if not config.head.labels:
+        return config
+    return changed(config, {"head.labels_bias": "score.bias" in names})
