@@ -31,6 +31,7 @@ from megaconv.megatron.arguments.size_tensors import CORE_SIZE_TENSORS
 from megaconv.megatron.rank_files.source import RankSource, Spellings, open_model
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import RankId, ranks_of_models
+from megaconv.megatron.states.reward_head import has_reward_head, with_head_as_output
 from megaconv.model.ir import OpenedSource
 from megaconv.options import LoadOptions
 
@@ -61,6 +62,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         )
     states, settings = _contents(path)
     models = {rank: _parameters(state, where) for rank, (state, where) in states.items()}
+    models = _with_reward_heads(models, path)
     files = dict.fromkeys(models, path)
     ranks = ranks_of_models(models, files, path)
     names = [name for chunks in ranks.weights.values() for chunk in chunks for name in chunk]
@@ -77,6 +79,18 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     naming = naming_of(names)
     spellings = Spellings(CORE_SIZE_TENSORS, naming, f"nemo 1, {describe_naming(naming)}")
     return open_model(source, options, spellings)
+
+
+def _with_reward_heads(
+    models: Mapping[RankId, dict[str, Any]], path: Path
+) -> dict[RankId, dict[str, Any]]:
+    """The parameters of a reward model of NeMo-Aligner with its head as the output layer. Raises UnsupportedInput."""
+    if any(rank.tp and has_reward_head(held) for rank, held in models.items()):
+        raise UnsupportedInput(
+            f"{path}: is a reward model on several tensor-parallel ranks, each with some columns of rm_head; save it with NeMo as a "
+            "distributed checkpoint (dist_ckpt_format: torch_dist)"
+        )
+    return {rank: with_head_as_output(held, str(path)) for rank, held in models.items()}
 
 
 def _below(path: Path) -> list[str]:

@@ -501,12 +501,22 @@ def load_distributed(version: Path, chunks: "Mapping[str, GPTModel]") -> dict[st
 
 
 def save_distributed(target: Path, chunks: "list[GPTModel]") -> None:
-    """Save this rank's share of a torch_dist checkpoint with the keys of verl's MegatronCheckpointManager."""
+    """Save this rank's share of a torch_dist checkpoint, as verl's MegatronCheckpointManager does.
+
+    In a directory with NeMo's name: with the names and the head of NeMo-Aligner's reward models.
+    """
     from megatron.core import dist_checkpointing
 
     _save_without_cuda()
     names = [f"model{number}" for number in range(len(chunks))] if len(chunks) > 1 else ["model"]
-    state = {name: chunk.sharded_state_dict() for name, chunk in zip(names, chunks, strict=True)}
+    of_aligner = target.name == "model_weights"
+    if of_aligner:
+        score_oracle.as_aligner(chunks)
+    prefix = "model." if of_aligner else ""
+    state = {
+        name: chunk.sharded_state_dict(prefix=prefix)
+        for name, chunk in zip(names, chunks, strict=True)
+    }
     dist_checkpointing.save(state, str(target))
 
 

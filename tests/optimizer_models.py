@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForTokenClassification
 
 from megaconv import convert
 from tests.families.test_families import write_model
@@ -15,6 +16,18 @@ SCHEDULER = {
     "max_lr": 0.01, "lr_warmup_steps": 0, "num_steps": 8, "lr_decay_style": "cosine", "lr_decay_steps": 40, "min_lr": 0.001,
     "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 40,
 }  # fmt: skip
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+}
+"""A small Llama of transformers."""
 
 
 def write_trained_llama(
@@ -73,6 +86,14 @@ def write_trained_mamba(root: Path, fp32: tuple[str, ...] = ()) -> Path:
     in_fp32 = {name: tensor.float() for name, tensor in weights.items() if name.endswith(fp32)}
     save_file(weights | in_fp32, hf / "model.safetensors", metadata={"format": "pt"})
     return write_trained(hf, root / "trained")
+
+
+def write_trained_critic(root: Path) -> Path:
+    """The same of a Llama whose head gives scores, with a bias."""
+    config = LlamaConfig(**SIZES, num_labels=3, tie_word_embeddings=False)
+    torch.manual_seed(5)
+    LlamaForTokenClassification(config).to(torch.bfloat16).save_pretrained(root / "hf")
+    return write_trained(root / "hf", root / "trained")
 
 
 def load(file: Path) -> dict[str, Any]:

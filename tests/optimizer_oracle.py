@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests import score_oracle
 from tests.megatron_oracle import (
     REPOSITORY,
     WORLD,
@@ -172,6 +173,8 @@ def take_step(rank: int, checkpoint: Path, target: Path) -> None:
         stages = range(virtual_stages(args) or 1)
         names = ["model"] if len(stages) == 1 else [f"model{stage}" for stage in stages]
         chunks = [build(args, stage if len(stages) > 1 else None) for stage in stages]
+        for chunk in chunks:
+            score_oracle.replace_head(chunk, checkpoint)
         models = dict(zip(names, wrapped(args, chunks), strict=True))
         optimizer = build_optimizer(args, list(models.values()))
         state = load(version, args, models, optimizer)

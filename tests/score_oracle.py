@@ -24,6 +24,32 @@ def replace_head(chunk: Any, checkpoint: Path) -> None:
     chunk.output_layer = _head(chunk.config, labels, has_bias=of_tokens)
 
 
+def as_aligner(chunks: list[Any]) -> None:
+    """Give NeMo-Aligner's form to a model with a head of scores: it has the head `rm_head`, a RowParallelLinear, beside the
+    output layer for words. Source: GPTRewardModel."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    for chunk in (each for each in chunks if each.post_process):
+        ours, config = chunk.output_layer, chunk.config
+        settings = {"config": config, "init_method": config.init_method, "skip_bias_add": False}
+        chunk.rm_head = RowParallelLinear(
+            config.hidden_size,
+            ours.out_features,
+            bias=True,
+            input_is_parallel=False,
+            **settings,
+        )
+        share = ours.weight.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)
+        with torch.no_grad():
+            chunk.rm_head.weight.copy_(share[parallel_state.get_tensor_model_parallel_rank()])
+            chunk.rm_head.bias.copy_(ours.bias)
+        chunk.output_layer = ColumnParallelLinear(
+            config.hidden_size, chunk.vocab_size, bias=False, **settings
+        )
+
+
 def _head(config: Any, labels: int, *, has_bias: bool) -> "torch.nn.Linear":
     import torch
 

@@ -151,6 +151,8 @@ class Inspection:
             yield "head", f"classification, {config.head.classes} classes"
         elif config.head.choices:
             yield "head", "multiple choice"
+        elif config.head.labels:
+            yield "head", f"scores, {counted(config.head.labels, 'label')}"
         if config.whole is not None:
             words = (
                 f"{word} ({counted(count, 'tensor')})"

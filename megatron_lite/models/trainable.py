@@ -91,6 +91,7 @@ NOT_COMPUTED = {
     "shared_index": "layers that share the positions that an indexer selected",
     "growing_queries": "queries that grow with the position by learned numbers",
     "scaled_frequencies": "learned factors on the frequencies of rope",
+    "scores": "a head of scores, as reward models and critics have it",
     "normalized_head": "a head whose rows are divided by their lengths",
     "block_indexer": "indexers that select blocks of keys",
     "head_gate qkv_bias": "gates of whole heads beside biases of q, k and v",

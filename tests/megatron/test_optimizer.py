@@ -27,6 +27,7 @@ from tests.optimizer_models import (
     load,
     trained,
     write_trained,
+    write_trained_critic,
     write_trained_llama,
     write_trained_mamba,
 )
@@ -168,6 +169,11 @@ def tied_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained_critic(tmp_path_factory.mktemp("critic"))
+
+
+@pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trained_mamba(tmp_path_factory.mktemp("trained-mamba"))
 
@@ -290,6 +296,17 @@ FORMS: list[dict[str, Any]] = [
     {"ckpt_format": "torch_dist"},
     {"ckpt_format": "zarr"},
 ]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_optimizer_of_a_critic_survives(
+    form: dict[str, Any], critic: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(critic, tmp_path / "many", saver="core", tp=2, pp=2, **form)
+    megaconv.convert(tmp_path / "many", tmp_path / "back", saver="core", pp=4)
+    expected = prints(critic)
+    assert expected[1] is not None
+    assert prints(tmp_path / "many") == prints(tmp_path / "back") == expected
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -522,6 +539,7 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
     hybrid: Path,
     tied_hybrid: Path,
     mamba: Path,
+    critic: Path,
     tmp_path: Path,
 ) -> None:
     """megatron-core loads, steps and saves bit for bit the same at two layouts. The result equals AdamW's on the
@@ -566,6 +584,9 @@ def test_megatrons_own_optimizers_go_on_from_every_layout_with_the_same_step(
         "mamba": (mamba, {"tp": 2, "pp": 2, "layer_split": (1, 2)}),
         "mamba, torch_dist": (mamba, {"tp": 2, "ckpt_format": "torch_dist"}),
         "mamba, distributed": (mamba, {"tp": 2, "use_distributed_optimizer": True}),
+        "critic": (critic, {"tp": 2, "pp": 2}),
+        "critic, torch_dist": (critic, {"tp": 2, "pp": 2, "ckpt_format": "torch_dist"}),
+        "critic, distributed": (critic, {"tp": 2, "pp": 2, "use_distributed_optimizer": True}),
     }
     if installed_minor() >= 19:
         stages = {"pp": 2, "layer_split": (1, 2), "options": {"model": "hybrid"}}

@@ -17,7 +17,7 @@ from megaconv.families import families
 from megaconv.families.parts.scores import CLASSES, SEQUENCE, TOKEN
 from tests.families.test_families import weights_of
 from tests.megatron.test_oracles import EXPERT_LAYOUTS, LAYOUTS, TOLERANCE, to_core
-from tests.megatron_oracle import Megatron
+from tests.megatron_oracle import Megatron, read_rank_file
 from tests.runs import assert_refused, run
 from tests.transformers_oracle import MIXTURES, VARIANTS, VOCAB, Variant, create, family_of
 
@@ -89,13 +89,9 @@ def test_megatron_gives_the_scores_that_transformers_gives(
     hf = make(tmp_path / "hf", variant, kind, labels=3)
     expected = scores_of(hf)
     layouts = EXPERT_LAYOUTS if variant in MIXTURES else LAYOUTS
-    layout = layouts[
-        (
-            ALL[variant].quick
-            or ALL[variant].layouts
-            or ("tp2 pp1 ep2" if variant in MIXTURES else "tp2 pp2",)
-        )[0]
-    ]
+    usual = "tp2 pp1 ep2" if variant in MIXTURES else "tp2 pp2"
+    known = (*ALL[variant].quick, *ALL[variant].layouts, usual)
+    layout = layouts[next(name for name in known if name)]
     for ckpt_format in ("torch", "torch_dist"):
         options: dict[str, Any] = {**layout, "ckpt_format": ckpt_format}
         core = to_core(hf, tmp_path / ckpt_format, options=ALL[variant].extra, **options)
@@ -149,6 +145,38 @@ def test_a_critic_that_megatron_saved_as_verl_does_is_read(
     written = json.loads((tmp_path / "back/config.json").read_text())
     assert written["architectures"] == [f"Llama{kind}"]
     assert list(written["id2label"]) == ["0"]
+
+
+@pytest.mark.parametrize("layout", ["tp2 pp2", "tp1 pp4"])
+def test_a_reward_model_of_nemo_aligner_is_read(
+    layout: str, megatron: Megatron, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron saves it. The unused head for words is left out."""
+    hf = make(tmp_path / "hf", "llama", TOKEN, labels=2)
+    core = to_core(hf, tmp_path / "core", **LAYOUTS[layout])
+    megatron.save(core, TOKENS, tmp_path / "model_weights")
+    source = tmp_path / "model_weights"
+    megaconv.convert(source, tmp_path / "back", loader="core", saver="hf", config=hf)
+    assert "the head for words is left out" in caplog.text
+    assert_same_model(tmp_path / "back", hf)
+
+
+def test_rank_files_of_nemo_aligner_are_read_from_one_rank_alone(tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "llama", TOKEN, labels=2)
+    (file,) = to_core(hf, tmp_path / "core").glob("release/mp_rank_00/model_optim_rng.pt")
+    weights = read_rank_file(file)["model"]
+    named = {
+        f"model.{name.replace('output_layer', 'rm_head')}": each for name, each in weights.items()
+    }
+    for ranks in (["."], ["tp_rank_00_pp_rank_000", "tp_rank_01_pp_rank_000"]):
+        source = tmp_path / f"{len(ranks)} ranks"
+        for rank in ranks:
+            (source / rank).mkdir(parents=True)
+            torch.save(named, source / rank / "model_weights.ckpt")
+    command = ("--saver", "hf", "--config", hf, "--save-dir", tmp_path / "back", "--load-dir")
+    assert_refused(run("convert", *command, source), 2, "each with some columns of rm_head")
+    assert run("convert", *command, tmp_path / "1 ranks").status == 0
+    assert_same_model(tmp_path / "back", hf)
 
 
 def test_the_user_chooses_the_class_of_a_critic_without_bias(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from megaconv.megatron.rank_files.source import RankSource
 from megaconv.megatron.states.hybrid_form import is_of_pairs, read_as_gpt, with_gpt_names
 from megaconv.megatron.states.origin import require_iteration
 from megaconv.megatron.states.ranks import RankId, Ranks, Weights
+from megaconv.megatron.states.reward_head import has_reward_head, with_head_as_output
 from megaconv.model.beside import TOWER
 from megaconv.options import LoadOptions
 
@@ -98,6 +99,8 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
         _warn_of_scales(version, directory)
     rank, number = RankId(0, 0, 0), re.fullmatch(r"iter_(\d+)", version.name)
     inside, beside = model_tensors(tensors)
+    is_of_aligner = has_reward_head(inside)
+    inside = with_head_as_output(inside, str(version))
     weights: Weights = dict(unstack(inside))
     tower = {name: tensor for name, tensor in beside.items() if name.startswith(TOWER)}
     beside = {name: tensor for name, tensor in beside.items() if name not in tower} | unstack(tower)
@@ -107,7 +110,7 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     )  # fmt: skip
     listing = rank_files.RankFiles(version, int(number[1]) if number else None, {})
     stored = has_optimizer(tensors) or has_optimizer(directory.objects())
-    if stored and writer == NEMO:
+    if stored and (writer == NEMO or is_of_aligner):
         _log.warning(
             "%s: the optimizer of a NeMo checkpoint is not read; the weights alone are converted",
             version,
