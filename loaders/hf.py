@@ -85,6 +85,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         config = _without_its_head(config, found, family, where)
     found = with_names_of_family(found, family, where)
     config = with_stored_bias(config, found)
+    found = _without_words(found, config, family, where)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, where) == "mxfp4" else HF
     config, tensors = whole_model(family, config, naming, found | beside, where)
@@ -142,6 +143,17 @@ def _tied_without_head(config: ModelConfig, names: Collection[str], family: Fami
     """The configuration, with tied embeddings if no name is that of a head in any form of Hugging Face's files."""
     heads = set(names_in_files(row for row in family.rows if row.canonical == "head.weight"))
     return config if heads & set(names) else changed(config, {"tie_embeddings": True})
+
+
+def _without_words(
+    found: dict[str, LazyTensor], config: ModelConfig, family: Family, where: str
+) -> dict[str, LazyTensor]:
+    """The tensors without a head for words, if the class has a head of scores in its place. Some files hold both."""
+    heads = set(names_in_files(row for row in family.rows if row.canonical == "head.weight"))
+    if not config.has("scores") or not heads & found.keys():
+        return found
+    _log.warning("%s: the head for words is left out, which the model's class doesn't have", where)
+    return {name: tensor for name, tensor in found.items() if name not in heads}
 
 
 def _without_its_head(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.models.auto import modeling_auto
 
@@ -174,7 +175,7 @@ def test_rank_files_of_nemo_aligner_are_read_from_one_rank_alone(tmp_path: Path)
             (source / rank).mkdir(parents=True)
             torch.save(named, source / rank / "model_weights.ckpt")
     command = ("--saver", "hf", "--config", hf, "--save-dir", tmp_path / "back", "--load-dir")
-    assert_refused(run("convert", *command, source), 2, "each with some columns of rm_head")
+    assert_refused(run("convert", *command, source), 3, "each with some columns of rm_head")
     assert run("convert", *command, tmp_path / "1 ranks").status == 0
     assert_same_model(tmp_path / "back", hf)
 
@@ -245,3 +246,15 @@ def has_score(named: str) -> bool:
     found = getattr(transformers, named)
     is_generic = any(base.__name__.startswith("GenericFor") for base in found.__mro__)
     return is_generic or "self.score = nn.Linear" in inspect.getsource(found)
+
+
+def test_a_head_for_words_beside_that_of_scores_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels=1)
+    weights = weights_of(hf)
+    both = {**weights, "lm_head.weight": torch.randn(VOCAB, 64)}
+    save_file(both, hf / "model.safetensors", metadata={"format": "pt"})
+    megaconv.convert(hf, tmp_path / "out", saver="hf")
+    assert "the head for words is left out" in caplog.text
+    assert weights_of(tmp_path / "out").keys() == weights.keys()
