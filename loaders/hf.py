@@ -20,7 +20,6 @@ from megaconv.families.parts.hf_config import (
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names, names_in_files
 from megaconv.families.parts.llama_vision import LlamaInside, llama_inside
-from megaconv.families.parts.scores import with_stored_bias
 from megaconv.families.parts.whole_model import split_whole
 from megaconv.huggingface.stored_names import (
     is_of_bare_model,
@@ -84,7 +83,6 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     if is_of_bare_model(found, family):
         config = _without_its_head(config, found, family, where)
     found = with_names_of_family(found, family, where)
-    config = with_stored_bias(config, found)
     found = _without_words(found, config, family, where)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
     naming = HF_STACKED if quant_method(quantized, where) == "mxfp4" else HF

@@ -61,10 +61,10 @@ class Saver:
     """
     holds_adapter: bool = False
     """True if the saver gets adapters (`Header.adapter`). Other savers get whole models only."""
-    holds_whole: bool = False
-    """True if the saver gets all parts of a multimodal model."""
     holds_scores: bool = False
     """True if the saver gets models with a head of scores: reward models, critics and classifiers."""
+    holds_whole: bool = False
+    """True if the saver gets all parts of a multimodal model."""
     keeps_names: bool = False
     """True if the saver gets models that no family describes, with tensors under their own names."""
     holds_shifted: bool = False

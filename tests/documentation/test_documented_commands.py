@@ -236,6 +236,42 @@ def write_adapter(target: Path) -> None:
     (target / "adapter_config.json").write_text(json.dumps(config))
 
 
+def write_reward_adapter(target: Path) -> None:
+    """The same of a reward model: with a head of scores."""
+    write_adapter(target)
+    file = target / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.score.weight": torch.ones(1, 256)}, file)
+
+
+def rewarding(llama: Path) -> Make:
+    """A Llama with a head of scores in the place of that for words."""
+
+    def make(target: Path) -> None:
+        shutil.copytree(llama, target)
+        raw = json.loads((target / "config.json").read_text())
+        named = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "reward"}}
+        (target / "config.json").write_text(json.dumps(raw | named))
+        weights = load_file(target / "model.safetensors")
+        dtype = weights["model.norm.weight"].dtype
+        weights.pop("lm_head.weight", None)
+        weights["score.weight"] = torch.ones(1, 256, dtype=dtype)
+        save_file(weights, target / "model.safetensors", {"format": "pt"})
+
+    return make
+
+
+def critic(llama: Path) -> Make:
+    """The torch_dist checkpoint of a critic, without a config.json beside it."""
+
+    def make(target: Path) -> None:
+        hf, core = target.parent / "rewarding", target.parent / "core of it"
+        rewarding(llama)(hf)
+        run("convert", hf, core, "--saver", "core", "--ckpt-format", "torch_dist")
+        (core / "release").rename(target)
+
+    return make
+
+
 def write_mlx_adapter(target: Path) -> None:
     """The same, as mlx-lm saves it."""
     name = "model.layers.{}.self_attn.q_proj.lora_{}"
@@ -296,6 +332,10 @@ def usual(llama: Path) -> dict[str, Make]:
         ),
         "checkpoint-500": fixture("deepspeed-zero2-llama-tied-groups-dp2/checkpoint"),
         "global_step_100/actor": fixture("fsdp-verl-dp3"),
+        "Skywork-Reward-Llama-3.1-8B": rewarding(llama),
+        "my-reward-adapter": write_reward_adapter,
+        "global_step_100/critic/dist_ckpt": critic(llama),
+        "global_step_100/critic/huggingface": copy_of(llama),
         "results/checkpoints": lambda target: write_bridge(target, "dist-llama-tp2pp2"),
         "nemo/llama3-8b": lambda target: write_nemo(target, "dist-llama-tp2pp2"),
     }

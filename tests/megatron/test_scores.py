@@ -258,3 +258,29 @@ def test_a_head_for_words_beside_that_of_scores_is_left_out(
     megaconv.convert(hf, tmp_path / "out", saver="hf")
     assert "the head for words is left out" in caplog.text
     assert weights_of(tmp_path / "out").keys() == weights.keys()
+
+
+@pytest.mark.parametrize("saver", ["gguf", "mlx", "legacy", "llama_mistral", "trtllm"])
+def test_formats_without_a_head_of_scores_are_refused_with_the_others(
+    saver: str, tmp_path: Path
+) -> None:
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels=1)
+    outcome = run("convert", hf, tmp_path / "out", "--saver", saver)
+    assert_refused(outcome, 2, "its head gives scores", f"--saver {saver}", "choose --saver hf")
+
+
+@pytest.mark.parametrize("saver", ["dcp", "deepspeed"])
+def test_other_files_of_hugging_face_models_hold_the_head_too(saver: str, tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "llama", TOKEN, labels=3)
+    megaconv.convert(hf, tmp_path / "out", saver=saver)
+    megaconv.convert(tmp_path / "out", tmp_path / "back", saver="hf")
+    assert_same_model(tmp_path / "back", hf)
+
+
+def test_inspect_shows_the_head_and_the_trainer_refuses_it(tmp_path: Path) -> None:
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels=3)
+    core = to_core(hf, tmp_path / "core", tp=2)
+    for place in (hf, core):
+        assert "scores, 3 labels" in run("inspect", place).out
+    outcome = run("verify", hf, core, "--forward")
+    assert_refused(outcome, 2, "the model has a head of scores")
