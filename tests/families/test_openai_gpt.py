@@ -93,8 +93,8 @@ def test_a_config_that_no_gpt_has_is_refused_with_its_key(keys: dict[str, Any], 
 
 def test_a_class_with_other_heads_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(GPT | {"architectures": ["OpenAIGPTForSequenceClassification"]}))
-    with pytest.raises(CheckpointError, match="OpenAIGPTForSequenceClassification"):
+    path.write_text(json.dumps(GPT | {"architectures": ["OpenAIGPTDoubleHeadsModel"]}))
+    with pytest.raises(CheckpointError, match="OpenAIGPTDoubleHeadsModel"):
         read_config(path)
 
 

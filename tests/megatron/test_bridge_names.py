@@ -281,9 +281,13 @@ WITHOUT_NORMS_OF_Q = ("llama", "qwen2", "mistral", "gemma", "gemma2", "nemotron"
 
 
 def ours(name: str) -> Names:
-    """The same of a family's table, without biases of q, k and v, and layers for multi-token prediction."""
+    """The same of a family's table, without biases of q, k and v, layers for multi-token prediction, and heads of scores."""
     found: dict[str, tuple[str, ...]] = {}
-    rows = (row for row in families()[name].rows if row.stage != "mtp")
+    rows = (
+        row
+        for row in families()[name].rows
+        if row.stage != "mtp" and not row.canonical.startswith("score.")
+    )
     for row in (row for row in rows if not row.canonical.endswith("attn.{q|k|v}.bias")):
         core = [word for spelling in row.spelling(CORE_GROUPED) for word in expand(spelling.name)]
         hf = [word for spelling in row.spelling(HF) for word in expand(spelling.name)]

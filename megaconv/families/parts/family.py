@@ -13,10 +13,9 @@ from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.own_names import config_of_own_names
 from megaconv.families.parts.scores import (
     NOT_OF_KEYS,
-    class_with_scores,
-    label_names,
     read_scores,
     with_scores,
+    written_scores,
 )
 from megaconv.families.parts.whole_model import named, whole_config_json
 from megaconv.model.config import ModelConfig
@@ -121,12 +120,17 @@ class Family:
         can't represent."""
         if self.no_class:
             raise NotExpressible(self.no_class)
-        described = (self.keys, self.fixed, self.only, config)
-        if not config.head.labels:
-            return write_keys(*described, self.architectures[0], self.model_type)
-        named = class_with_scores(config)
-        written = write_keys(*described, named, self.model_type, but=NOT_OF_KEYS)
-        return written | label_names(config.head.labels)
+        has_scores = config.head.labels > 0
+        written = write_keys(
+            self.keys,
+            self.fixed,
+            self.only,
+            config,
+            self.architectures[0],
+            self.model_type,
+            but=NOT_OF_KEYS if has_scores else (),
+        )
+        return written | (written_scores(config) if has_scores else {})
 
     def config_json(self, config: ModelConfig, run: Mapping[str, Any] = _NO_RUN) -> bytes:
         """The config.json of the output: the model's own if it is known, with the necessary changes.

@@ -120,6 +120,11 @@ def label_names(count: int) -> dict[str, Any]:
     }
 
 
+def written_scores(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a config.json for a head of scores. Raises NotExpressible if transformers has no class for it."""
+    return {"architectures": [class_with_scores(config)], **label_names(config.head.labels)}
+
+
 def class_with_scores(config: ModelConfig) -> str:
     """The class of a model with a head of scores. Raises NotExpressible if transformers has none that computes it."""
     kind = TOKEN if config.head.of_tokens else SEQUENCE
@@ -127,8 +132,8 @@ def class_with_scores(config: ModelConfig) -> str:
     if found is None:
         others = " or ".join(classes_with_scores(config.family)) or "none for scores"
         raise NotExpressible(
-            f"the model gives scores, and transformers has no {kind} with a head `score` for the family {config.family} "
-            f"(it has {others}); choose --saver core"
+            f"the model's head gives scores (head.labels = {config.head.labels}), and transformers has no {kind} with a head `score` for "
+            f"the family {config.family} (it has {others}); choose --saver core"
         )
     if config.head.labels_bias and kind == SEQUENCE:
         raise NotExpressible(
