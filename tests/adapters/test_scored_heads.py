@@ -115,7 +115,8 @@ def test_a_merged_reward_model_is_that_of_peft(
         if "lora_" in name:
             parameter.data = parameter.data.to(adapter_dtype)
     model.save_pretrained(tmp_path / "adapter")
-    merged = model.merge_and_unload()
+    again = auto.from_pretrained(base, num_labels=1, dtype=torch.bfloat16)
+    merged = peft.PeftModel.from_pretrained(again, tmp_path / "adapter").merge_and_unload()
     # Beside adapters, peft keeps the new head in fp32. A model of one dtype is what the output is.
     merged.to(torch.bfloat16).save_pretrained(tmp_path / "merged")
     assert run("merge", base, tmp_path / "adapter", "--save-dir", tmp_path / "out").status == 0
