@@ -5,6 +5,7 @@ The loader also reads the checkpoints of Megatron-Bridge and NeMo 2.
 
 from argparse import Namespace
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from formats import rank_files
@@ -21,6 +22,7 @@ from megaconv.megatron.arguments.sparse import (
 from megaconv.megatron.distributed.adapter_source import OPTION as LORA_ALPHA
 from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
 from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
+from megaconv.megatron.rank_files import plain_norms
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
 from megaconv.megatron.states.ranks import holds_legacy
@@ -49,6 +51,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     else:
         source = open_ranks(path, options, legacy=False)
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]
+    has_plain_norms = plain_norms.is_asked(options.extra, source.args)
+    if has_plain_norms:
+        source = replace(source, args=plain_norms.without_centering(source.args))
     # If a language model has no norms before its sublayers, its names don't show the library of its layers. The names
     # of a vision encoder do.
     beside = [name for held in source.ranks.beside.values() for name in held]
@@ -60,9 +65,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     naming = _with_out_norm(
         naming, names, source.args, options.extra.get("out_norm"), distributed=distributed
     )
-    return open_model(
-        source, options, Spellings(CORE_SIZE_TENSORS, naming, described), by_args=distributed
-    )
+    spellings = Spellings(CORE_SIZE_TENSORS, naming, described)
+    opened = open_model(source, options, spellings, by_args=distributed)
+    return plain_norms.with_plain_norms(opened) if has_plain_norms else opened
 
 
 def _with_indexer(
@@ -129,6 +134,8 @@ LOADER = Loader(
         "(Transformer Engine's layers: less 1); default: as the checkpoint's transformer_impl requires",
         INDEXER_FROM: "the release of Megatron core that wrote the indexers of sparse attention: `0.16` (0.16 to 0.18, "
         "rotary elements last), or `0.19` (0.19 and later); default: the release that the checkpoint names, else 0.19",
+        plain_norms.OPTION: "`plain`: read norms that multiply by their weight + 1 (--apply-layernorm-1p) as plain norms, for a class "
+        "without such norms (Llama)",
         LORA_ALPHA: "the alpha of a Megatron-Bridge adapter without a run_config.yaml",
     },
     reads_files=False,

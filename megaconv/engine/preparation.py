@@ -153,7 +153,8 @@ def prepare(
     streamed = _streamed(opened, saver, options, save, processes)
     require_same_weights(found.given, opened, options, workers_of(options))
     header = streamed.source.header
-    check = _checked(found, opened, header, streamed.altered, options)
+    altered = streamed.altered | opened.header.read_otherwise
+    check = _checked(found, opened, header, altered, options)
     plan = saver.plan(header, save)
     plan = replace(plan, notices=(*_notices(header, reason), *plan.notices))
     require_complete(plan, header.manifest)

@@ -26,5 +26,6 @@ FAMILY = Family(
     keys=_KEYS,
     fixed=LLAMA_LIKE,
     ignored=ROPE_FREQUENCIES,
-    recognized=f"{PLAIN} !qkv_alone !qk_norm !only_windows",
+    # A Megatron checkpoint may have norms of weight + 1, which config.json can't express.
+    recognized=f"{PLAIN.replace(' !zero_centered', '')} !qkv_alone !qk_norm !only_windows",
 )

@@ -79,6 +79,8 @@ class Header:
     shifts: Mapping[Key, int] = field(default_factory=dict)
     """The number that the source has added to a tensor's values. Tensors that are not listed have none. See
     values/shifted.py."""
+    read_otherwise: frozenset[Key] = frozenset()
+    """Tensors whose values an option changes, so that the source's own record has others."""
     has_weights: bool = True
     """True if the source holds the tensors of the manifest. False if the manifest follows from a configuration alone.
     """

@@ -304,6 +304,12 @@ def name_contradictions(
         )
 
 
+_REMEDIES = {
+    "norm.zero_centered": "; --option norms=plain adds 1 to the norms' weights, and needs --dtype fp32 to be exact",
+}
+"""Field -> what to do if a description can't represent it."""
+
+
 def require_kept(
     config: ModelConfig, back: ModelConfig, where: str, *, but: Iterable[str] = ()
 ) -> None:
@@ -320,6 +326,7 @@ def require_kept(
     name, *others = [name for name in lost if name in kept_fields] or list(lost)
     value, kept = lost[name]
     more = f" (and {', '.join(others)})" if others else ""
+    more += _REMEDIES.get(name, "")
     raise NotExpressible(
         f"the model's {name} is {value!r}, which {where} can't represent: "
         f"it would be {kept!r} there{more}"

@@ -117,7 +117,7 @@ def _with_run_arguments(
 
     A run that continues in a directory with other arguments leaves its old config.json there. config_wins: True if
     --config gave the file, so that its values stay. Raises TensorMismatch if both can't describe tensors of the same
-    shapes.
+    shapes, or if only the arguments say that norms multiply by their weight + 1.
     """
     # The run computed these norms, and limited time steps, as Megatron does, unless its arguments say otherwise:
     # config.json is from transformers.
@@ -130,6 +130,11 @@ def _with_run_arguments(
             raise TensorMismatch(
                 f"{where}: says {name} = {ours}, the arguments of the run that saved the checkpoint say {theirs}; its tensors are of "
                 "one of both. Give --config with a directory whose config.json fits them"
+            )
+        if name == "norm.zero_centered" and theirs and config_wins:
+            raise TensorMismatch(
+                f"{where}: describes norms that multiply by their weight, the arguments of the run say that they multiply by their weight "
+                "+ 1 (apply_layernorm_1p); add --option norms=plain"
             )
         _log.warning(
             "%s says %s = %s, the arguments of the run that saved the checkpoint say %s; %s",
