@@ -253,6 +253,7 @@ def real_checkpoints() -> list[Path]:
         and not path.name.startswith(
             (
                 "dcp-",
+                "initialized-",
                 "peft-",
                 "gguf-",
                 "deepspeed-",

@@ -189,8 +189,15 @@ def _say_notices(report: Any) -> None:
 
 
 def _print_from_base(report: Any) -> None:
-    for name in report.plan.from_base:
-        show(f"from the original: {name}")
+    """One line about everything that --base gave. `--json` lists all names."""
+    from megaconv.model.check import listing
+
+    names = report.plan.from_base
+    if not names:
+        return
+    files = [name for name in names if name in report.plan.files]
+    tensors = counted(len(names) - len(files), "tensor")
+    show(f"from the original: {tensors} and {counted(len(files), 'file')}: {listing(names)}")
 
 
 def _dry_run(request: Request) -> None:
