@@ -148,16 +148,6 @@ def test_tensors_are_believed_where_arguments_say_something_else() -> None:
         ),
         ({"normalization": "other"}, UnknownFamily, "normalization is 'other'"),
         ({"squared_relu": True}, UnknownFamily, "the model has no plain"),
-        (
-            {"layernorm_zero_centered_gamma": True},
-            UnknownFamily,
-            "no supported model family.*(zero_centered|gelu_tanh)",
-        ),
-        (
-            {"apply_layernorm_1p": True},
-            UnknownFamily,
-            "no supported model family.*(zero_centered|gelu_tanh)",
-        ),
         ({"softmax_type": "off-by-one"}, UnknownFamily, "softmax_type is 'off-by-one'"),
         ({"activation_func_clamp_value": 7.0}, UnknownFamily, "the model has clamped"),
         ({"glu_linear_offset": 1.0}, UnknownFamily, "the model has clamped"),
@@ -181,6 +171,13 @@ def test_arguments_of_another_kind_of_model_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         from_arguments(Namespace(**(arguments(LLAMA) | other)), found_in_tensors(LLAMA))
+
+
+@pytest.mark.parametrize("name", ["layernorm_zero_centered_gamma", "apply_layernorm_1p"])
+def test_norms_of_weight_plus_one_make_no_other_family_of_a_llama(name: str) -> None:
+    args = Namespace(**(arguments(LLAMA) | {name: True}))
+    config = from_arguments(args, found_in_tensors(LLAMA))
+    assert (config.family, config.norm.zero_centered) == ("llama", True)
 
 
 def test_neighbours_that_rotate_together_make_another_model_of_a_llama() -> None:
