@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.commands.generate import parser
 from megatron_lite.inference.opening import open_model
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel

@@ -4,6 +4,10 @@ A turn computes either a part of the waiting prompts, oldest first, or one token
 two kinds alternate, so that a long prompt does not block the other rows. A beam search has several slots; its rows
 advance with all others. If a request's logits are NaN or infinite, the request ends with an error and the others
 continue.
+
+A model that drafts (slots.Drafter) guesses the tokens behind a row. The next turn computes the logits after all of them.
+A token is chosen from each as without drafts, and the guesses count as far as they are these tokens. So drafts change
+neither a greedy answer nor a sampled one: a guess is accepted with the probability that the model gives it.
 """
 
 from collections import deque
@@ -13,39 +17,16 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.beams import Beam, BeamRules, Search, merged
+from megatron_lite.inference.beams import Beam, merged
 from megatron_lite.inference.free_slots import FreeSlots, Held
-from megatron_lite.inference.grammar import Grammar, Matcher
-from megatron_lite.inference.sampling import PLAIN, Likelihood, Sampling, choose, likelihood
-from megatron_lite.inference.slots import Feed, LanguageModel, sound
+from megatron_lite.inference.requests import Request, check
+from megatron_lite.inference.running_row import Row
+from megatron_lite.inference.sampling import Likelihood, choose, likelihood
+from megatron_lite.inference.slots import Drafter, Feed, LanguageModel, sound
 
 PROMPT_TOKENS = 512
 """Largest number of prompt tokens in one turn."""
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt, and how to continue it."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling = PLAIN
-    stop_ids: frozenset[int] = frozenset()
-    """Tokens that end a row and belong to it."""
-    log_probs: int | None = None
-    """Number of likeliest tokens to return, besides the chosen token's log-probability; None: no log-probabilities."""
-    beams: BeamRules | None = None
-    """Rules of a beam search for the likeliest rows; `sampling` and `log_probs` are then ignored."""
-    adapter: int | None = None
-    """See slots.Feed."""
-    grammar: Grammar | None = None
-    """The form of the answer; a beam search ignores it."""
-
-    @property
-    def rows(self) -> int:
-        """Number of slots that the request needs."""
-        return 1 if self.beams is None else self.beams.width
 
 
 @dataclass(frozen=True)
@@ -62,44 +43,6 @@ class Step:
 
 
 @dataclass
-class _Row:
-    number: int
-    request: Request
-    tokens: list[int]
-    """The prompt and the generated tokens."""
-    search: Search | None
-    matcher: Matcher | None = None
-    slots: tuple[int, ...] = ()
-    done: int = 0
-    """Number of tokens in its slots; while the prompt is being read, in the first slot."""
-
-    @property
-    def waits_for(self) -> int:
-        """Number of tokens of the prompt that still have to be read."""
-        return len(self.tokens) - self.done
-
-    @property
-    def held(self) -> Held:
-        """The tokens in its slot. The rows of a beam search are not reused."""
-        if self.search is not None:
-            return Held()
-        return Held(self.tokens[: self.done], self.request.adapter)
-
-    def part(self, count: int) -> Feed:
-        """Return a feed with the next tokens of the prompt."""
-        tokens = tuple(self.tokens[self.done : self.done + count])
-        return Feed(self.slots[0], self.done, tokens, self.request.adapter)
-
-    def feeds(self) -> list[Feed]:
-        """Return feeds with the last token of all of its rows."""
-        lasts = [self.tokens] if self.search is None else self.search.rows
-        return [
-            Feed(slot, self.done, (row[-1],), self.request.adapter)
-            for slot, row in zip(self.slots, lasts, strict=False)
-        ]
-
-
-@dataclass
 class RunningBatch:
     """A model's running batch of requests."""
 
@@ -110,14 +53,17 @@ class RunningBatch:
     reuse_rows: bool = False
     """True if a prompt continues the row of an earlier request that begins with the same tokens."""
     free: FreeSlots = field(init=False)
-    _waiting: deque[_Row] = field(default_factory=deque)
-    _reading: list[_Row] = field(default_factory=list)
-    _going: list[_Row] = field(default_factory=list)
+    _waiting: deque[Row] = field(default_factory=deque)
+    _reading: list[Row] = field(default_factory=list)
+    _going: list[Row] = field(default_factory=list)
     _numbers: int = 0
     _read_last: bool = False
+    _cancelled: set[int] = field(default_factory=set)
+    """Numbers that were cancelled since the last turn."""
 
     def __post_init__(self) -> None:
         self.free = FreeSlots(self.model, reuse=self.reuse_rows)
+        self._drafter = self.model if isinstance(self.model, Drafter) else None
 
     def add(self, request: Request) -> int:
         """Add a request and return its number. Raises UsageError if no slot has room for it."""
@@ -133,16 +79,21 @@ class RunningBatch:
             else request.beams.search(request.max_tokens, request.stop_ids)
         )
         matcher = None if request.grammar is None else request.grammar.start()
-        row = _Row(self._numbers, request, list(request.prompt), search, matcher)
+        row = Row(self._numbers, request, list(request.prompt), search, matcher)
         self._waiting.append(row)
         return self._numbers
 
     def cancel(self, number: int) -> None:
         """Free the request's slots. If the request has ended, nothing happens."""
+        self._cancelled.add(number)
         self._waiting = deque(row for row in self._waiting if row.number != number)
         for row in [*self._reading, *self._going]:
             if row.number == number:
                 self._leave(row)
+
+    def is_cancelled(self, number: int) -> bool:
+        """Return whether a request was cancelled since the last turn, which may have given it several steps."""
+        return number in self._cancelled
 
     @property
     def busy(self) -> bool:
@@ -156,6 +107,7 @@ class RunningBatch:
 
     def turn(self) -> list[Step]:
         """Run one turn. Returns [] if only a part of a prompt was read, or if there is nothing to do."""
+        self._cancelled.clear()
         while self._waiting and not self.paused and self._give_slots(self._waiting[0]):
             self._reading.append(self._waiting.popleft())
         if self._reading and not (self._read_last and self._going):
@@ -168,7 +120,7 @@ class RunningBatch:
         """Begin every later request with an empty slot, because something else has used the model's slots."""
         self.free.forget()
 
-    def _give_slots(self, row: _Row) -> bool:
+    def _give_slots(self, row: Row) -> bool:
         """Give the row its slots. False if too few are free. Later requests then wait too, or this one would wait forever."""
         if row.search is not None:
             row.slots = self.free.take_several(row.request.rows)
@@ -187,7 +139,7 @@ class RunningBatch:
     def _read(self) -> list[Step]:
         """Read as many whole prompts as fit into a turn, or a part of the oldest prompt."""
         budget = self.prompt_tokens
-        feeds: list[tuple[_Row, int]] = []
+        feeds: list[tuple[Row, int]] = []
         for row in self._reading:
             count = row.waits_for
             if row is self._reading[0]:
@@ -197,22 +149,55 @@ class RunningBatch:
                 budget -= count
         logits = self.model.extend([row.part(count) for row, count in feeds])
         counted = []
+        starts = [(row, row.done) for row, _ in feeds]
         for row, count in feeds:
             row.done += count
             if not row.waits_for:
                 self._reading.remove(row)
                 self._going.append(row)
             counted.append((row, 1))
-        return self._taken(counted, logits)
+        return self._followed(starts, self._taken(counted, logits))
 
-    def _advance(self, rows: Sequence[_Row]) -> list[Step]:
+    def _advance(self, rows: Sequence[Row]) -> list[Step]:
         fed = [(row, row.feeds()) for row in rows]
-        logits = self.model.extend([feed for _, feeds in fed for feed in feeds])
-        for row, _ in fed:
-            row.done += 1
-        return self._taken([(row, len(feeds)) for row, feeds in fed], logits)
+        starts = [(row, row.done) for row in rows]
+        logits = self._logits([feed for _, feeds in fed for feed in feeds])
+        counted = []
+        for row, feeds in fed:
+            row.done = row.done + 1 if row.search is not None else len(row.tokens)
+            counted.append((row, sum(len(feed.tokens) for feed in feeds)))
+        return self._followed(starts, self._taken(counted, logits))
 
-    def _taken(self, rows: Sequence[tuple[_Row, int]], logits: Tensor) -> list[Step]:
+    def _logits(self, feeds: Sequence[Feed]) -> Tensor:
+        """Return the logits after all tokens of the feeds."""
+        if self._drafter is None or all(len(feed.tokens) == 1 for feed in feeds):
+            return self.model.extend(feeds)
+        return self._drafter.verify(feeds)
+
+    def _followed(self, fed: Sequence[tuple[Row, int]], steps: list[Step]) -> list[Step]:
+        """Let the model guess the tokens behind rows that go on, and return the steps.
+
+        fed: (row, its first position in the last turn).
+        """
+        drafter = self._drafter
+        if drafter is None:
+            return steps
+        reading, going = ({row.number for row in rows} for rows in (self._reading, self._going))
+        followed = [
+            (row, start)
+            for row, start in fed
+            if row.number in reading | going and row.search is None and row.most_drafts > 0
+        ]
+        if not followed:
+            return steps
+        feeds = [row.followers(start, reads=row.number in reading) for row, start in followed]
+        rooms = [self.model.length - feed.start - len(feed.tokens) + 1 for feed in feeds]
+        guesses = drafter.draft(feeds, min(drafter.drafts, *rooms))
+        for (row, _), guessed in zip(followed, guesses, strict=True):
+            row.drafted = guessed[: row.most_drafts] if row.number in going else ()
+        return steps
+
+    def _taken(self, rows: Sequence[tuple[Row, int]], logits: Tensor) -> list[Step]:
         """Process the logits. rows: (row, its number of logits). A prompt that is not fully read gives no step."""
         steps = []
         copies = []
@@ -230,8 +215,7 @@ class RunningBatch:
             elif row.waits_for > 0:
                 continue
             elif row.search is None:
-                last = logits[own][0]
-                steps.append(self._take(row, last))
+                steps += self._take_all(row, logits[own])
             elif sources := row.search.take(logits[own]):
                 from_slots = [row.slots[source] for source in sources]
                 copies.append((from_slots, row.slots[: len(sources)]))
@@ -244,7 +228,27 @@ class RunningBatch:
             self.model.copy(sources, targets)
         return steps
 
-    def _take(self, row: _Row, logits: Tensor) -> Step:
+    def _take_all(self, row: Row, logits: Tensor) -> list[Step]:
+        """Take a token, and a further one behind each guess that was right. logits [fed tokens, vocabulary]."""
+        drafted, row.drafted = row.drafted, ()
+        start = row.done + len(drafted) - len(logits)
+        row.stale = self.model.recurrent and bool(drafted)
+        first, *further = logits[-1 - len(drafted) :]
+        steps = [self._take(row, first)]
+        for guess, following in zip(drafted, further, strict=True):
+            if steps[-1].end is not None or steps[-1].token != guess:
+                break
+            row.done += 1
+            steps.append(self._take(row, following))
+        accepted = len(steps) - 1
+        row.stale = row.stale and accepted < len(drafted)
+        if row.stale:
+            row.done = start
+        if self._drafter is not None and drafted:
+            self._drafter.counts.add(len(drafted), accepted)
+        return steps
+
+    def _take(self, row: Row, logits: Tensor) -> Step:
         request = row.request
         token = self._choose(row, logits)
         known = None
@@ -261,7 +265,7 @@ class RunningBatch:
             self._leave(row)
         return Step(row.number, token, known, end)
 
-    def _choose(self, row: _Row, logits: Tensor) -> int:
+    def _choose(self, row: Row, logits: Tensor) -> int:
         generated = row.tokens[len(row.request.prompt) :]
         sampling, matcher = row.request.sampling, row.matcher
         if matcher is None:
@@ -271,24 +275,10 @@ class RunningBatch:
         matcher.take(token)
         return token
 
-    def _leave(self, row: _Row) -> None:
+    def _leave(self, row: Row) -> None:
         (self._going if row in self._going else self._reading).remove(row)
         for slot in row.slots:
             self.free.give_back(slot, row.held)
-
-
-def check(request: Request, length: int) -> None:
-    """Raise UsageError for a request that does not fit into a slot of `length` tokens."""
-    if not request.prompt:
-        raise UsageError("the prompt is empty, and there is no token to begin with")
-    if request.max_tokens < 1:
-        raise UsageError(f"max_tokens is {request.max_tokens}; it must be 1 or more")
-    needed = len(request.prompt) + request.max_tokens
-    if needed > length:
-        raise UsageError(
-            f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} to generate make {needed}; "
-            f"there is room for {length}"
-        )
 
 
 @dataclass
@@ -316,6 +306,8 @@ def generate(model: LanguageModel, requests: Sequence[Request]) -> list[Answer]:
 
 
 def steps(batch: RunningBatch) -> Iterator[Step]:
-    """Yield steps until no request is left."""
+    """Yield steps until no request is left. A request that is cancelled meanwhile has no further steps."""
     while batch.busy:
-        yield from batch.turn()
+        for step in batch.turn():
+            if not batch.is_cancelled(step.number):
+                yield step

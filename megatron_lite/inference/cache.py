@@ -24,6 +24,8 @@ class SlotCache:
         self._device = device
         self._growing: dict[int, list[Tensor]] = {}
         self._states: dict[int, list[Tensor]] = {}
+        self._saved: dict[int, list[Tensor]] = {}
+        """Like _states; empty until states are saved."""
         for layer, parts in declared.items():
             growing = [part for part in parts if isinstance(part, PerToken)]
             states = [part for part in parts if isinstance(part, PerRow)]
@@ -50,18 +52,26 @@ class SlotCache:
         self._end = 0
 
     def select(
-        self, slots: Sequence[int], starts: Sequence[int], tokens: int, device: torch.device
+        self,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        tokens: int,
+        device: torch.device,
+        *,
+        keeps_states: bool = False,
     ) -> Tensor:
         """Select the slots of the next pass, in the order of its rows. Each row has its next `tokens` tokens at its own start.
 
+        keeps_states: True if a row that starts at 0 keeps its states, because the pass has layers without states only.
         Returns the positions of these tokens, int64 [rows or 1, tokens]; one row if all starts are equal.
         Raises ValueError if a slot has no room for them.
         """
         self._end = max(starts) + tokens
         if self._end > self.length:
             raise ValueError(f"{self._end} tokens don't fit into a cache of {self.length}")
-        new_rows = [slot for slot, start in zip(slots, starts, strict=True) if start == 0]
-        self._begin(new_rows)
+        if not keeps_states:
+            new_rows = [slot for slot, start in zip(slots, starts, strict=True) if start == 0]
+            self._begin(new_rows)
         alike = len(set(starts)) == 1
         distinct = starts[:1] if alike else starts
         firsts = torch.tensor(distinct, device=device)
@@ -105,6 +115,24 @@ class SlotCache:
             whole[to, :, :used] = whole[of, :, :used]
         for whole in _all(self._states):
             whole[to] = whole[of]
+
+    def save(self, slots: Sequence[int]) -> None:
+        """Save the states of these slots, in place of those that were saved before."""
+        index = self._index(slots)
+        for layer, states in self._states.items():
+            if layer not in self._saved:
+                self._saved[layer] = [torch.empty_like(whole) for whole in states]
+            for saved, whole in zip(self._saved[layer], states, strict=True):
+                saved[index] = whole[index]
+
+    def restore(self, slots: Sequence[int]) -> None:
+        """Give these slots their saved states again."""
+        if not slots:
+            return
+        index = self._index(slots)
+        for layer, states in self._states.items():
+            for saved, whole in zip(self._saved[layer], states, strict=True):
+                whole[index] = saved[index]
 
     def forget(self, slots: Sequence[int]) -> None:
         """Set the slots to zero. If a masked key were NaN, it would still change the result."""

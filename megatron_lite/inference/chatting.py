@@ -12,12 +12,13 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.data.harmony import begins_answer
 from megatron_lite.inference.answer import Answer, PlainAnswer, Said
-from megatron_lite.inference.batching import Request, RunningBatch, steps
+from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.commands.chat import HELP, RAW_HELP
 from megatron_lite.inference.generating import sampling_of
 from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, encode_chat, start_of
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.slots import NotFinite
 from megatron_lite.inference.text import TextStream, say
 

@@ -46,7 +46,7 @@ def make_parser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.set_defaults(training=None, stream_weights=False, quantize=None)
+    parser.set_defaults(training=None, stream_weights=False, quantize=None, draft_tokens=0)
     add = parser.add_argument_group("model").add_argument
     add(
         "--load",
@@ -179,6 +179,17 @@ def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of samples (0)")
     add("--stop", nargs="+", default=[], metavar="WORD", help="end before one of these")
     add("--ignore-eos", action="store_true", help="go on after the end of the text")
+
+
+def add_drafting(parser: Parser) -> None:
+    """Add the flag of drafts."""
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="let the model's MTP layer draft N tokens for each step, which the model checks at once (0: no drafts)",
+    )
 
 
 def add_streaming(parser: Parser) -> None:

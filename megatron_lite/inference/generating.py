@@ -11,16 +11,17 @@ from typing import Any, TextIO
 from megaconv.errors import UsageError
 from megaconv.terminal import one_line
 from megatron_lite.data.resumable_lines import ResumableLines
-from megatron_lite.inference.batching import NO_TOKEN, Request, RunningBatch, Step, steps
+from megatron_lite.inference.batching import NO_TOKEN, RunningBatch, Step, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.live_search import open_live_search
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, start_of
 from megatron_lite.inference.questions import Question, Questions, check_questions, questions_of
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.retrieved import neighbors_of, read_retrieved
 from megatron_lite.inference.retrieving import FindNeighbors, RetrievingModel, same_for_all
 from megatron_lite.inference.sampling import Likelihood, Sampling
-from megatron_lite.inference.slots import NotFinite, require_known
+from megatron_lite.inference.slots import DraftCounts, Drafter, NotFinite, require_known
 from megatron_lite.inference.text import TextStream, continuation, say
 
 BLOCK_TURNS = 64
@@ -82,8 +83,18 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         failed = _print_lines(opened, given, questions)
     else:
         failed = _stream(opened, given, questions)
+    if isinstance(opened.model, Drafter):
+        print(_of_drafts(opened.model.counts), file=sys.stderr)
     if failed:
         raise NotFinite
+
+
+def _of_drafts(counts: DraftCounts) -> str:
+    """Return the line about drafts."""
+    return (
+        f"drafts: {counts.accepted:,} of {counts.drafted:,} tokens accepted, "
+        f"{counts.tokens_a_step:.2f} tokens a step with drafts"
+    )
 
 
 def _require_retrieval(opened: Opened, flag: str) -> None:

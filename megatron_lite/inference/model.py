@@ -6,8 +6,9 @@ replicas, all make the same number of passes, some with a dummy row.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from megaconv.errors import LayoutError
 from megatron_lite.engine import Engine
 from megatron_lite.inference.adapters import BASE, AdapterBank
 from megatron_lite.inference.cache import SlotCache
+from megatron_lite.inference.rows_together import batches, fitting, padded
 from megatron_lite.inference.slots import Feed, Scored, judge, require_known
 from megatron_lite.inference.turns import (
     Turn,
@@ -71,14 +73,16 @@ class EngineModel:
 
     def _make_cache(self, slots: int) -> SlotCache:
         """Allocate the cache of this rank's layers."""
-        chunks = self.grid.chunks()
-        layers = [
+        declared = {layer: self.engine.cache_of(layer) for layer in self._cached_layers()}
+        return SlotCache(declared, slots, self.length, self.engine.dtype, self.grid.device)
+
+    def _cached_layers(self) -> list[int]:
+        """Return the numbers of the layers with a cache on this rank."""
+        return [
             layer
-            for chunk in chunks
+            for chunk in self.grid.chunks()
             for layer in range(chunk.first_layer, chunk.first_layer + chunk.layers)
         ]
-        declared = {layer: self.engine.cache_of(layer) for layer in layers}
-        return SlotCache(declared, slots, self.length, self.engine.dtype, self.grid.device)
 
     # Called on rank 0.
 
@@ -224,6 +228,24 @@ class EngineModel:
 
     def _extend(self, feeds: list[Feed]) -> Tensor:
         """Return float32 [feeds, vocabulary]; valid at least on rank 0."""
+        return self._shared_out(feeds, [1] * len(feeds), self._no_logits, self._pass)
+
+    def _no_logits(self, count: int) -> Tensor:
+        """Return zeros in place of logits that another rank has."""
+        return torch.zeros(count, self.vocab, device=self.grid.device)
+
+    def _shared_out(
+        self,
+        feeds: list[Feed],
+        counts: Sequence[int],
+        zeros: Callable[[int], Tensor],
+        compute: Callable[[Sequence[Feed]], Tensor],
+    ) -> Tensor:
+        """Compute the feeds on the replicas that have their slots, and return all results; valid at least on rank 0.
+
+        counts: number of rows of each feed's result. zeros: returns zeros in place of this number of rows. compute: returns
+        the results of feeds that fit into one pass, one after the other.
+        """
         dp = self.grid.dp
         shares: list[list[int]] = [[] for _ in range(dp)]
         for number, feed in enumerate(feeds):
@@ -231,20 +253,26 @@ class EngineModel:
         groups = []
         for share in shares:
             its_feeds = [feeds[number] for number in share]
-            groups.append(list(_fitting(its_feeds, self.length, pads=not self.recurrent)))
+            groups.append(list(fitting(its_feeds, self.length, pads=not self.recurrent)))
         # Slot s of the model is slot s // dp of replica s % dp.
         mine = [Feed(feed.slot // dp, feed.start, feed.tokens) for feed in feeds]
         own = shares[self.grid.dp_rank]
         numbers = [[own[place] for place in group] for group in groups[self.grid.dp_rank]]
-        made = [self._pass([mine[number] for number in group]) for group in numbers]
+        made = [compute([mine[number] for number in group]) for group in numbers]
         for _ in self._others(groups):
             # A dummy pass: other replicas need this replica's experts.
-            self._pass([self._idle])
+            compute([self._idle])
         if len(own) == len(feeds) and len(made) == 1:
             return self._to_first(made[0])
-        found = torch.zeros(len(feeds), self.vocab, device=self.grid.device)
-        for group, logits in zip(numbers, made, strict=True):
-            found[group] = logits
+        found = zeros(sum(counts))
+        ends = list(accumulate(counts))
+        for group, result in zip(numbers, made, strict=True):
+            rows = [
+                row
+                for number in group
+                for row in range(ends[number] - counts[number], ends[number])
+            ]
+            found[rows] = result
         return self._to_first(found)
 
     def _others(self, passes: Sequence[Sequence[object]]) -> range:
@@ -257,24 +285,34 @@ class EngineModel:
 
         float32 [feeds, vocabulary] on the last stage, zeros on others.
         """
+        return self._logits_at(
+            feeds, [(row, len(feed.tokens) - 1) for row, feed in enumerate(feeds)]
+        )
+
+    def _logits_at(self, feeds: Sequence[Feed], places: Sequence[tuple[int, int]]) -> Tensor:
+        """Return the logits of (row, token) places of the feeds.
+
+        float32 [places, vocabulary] on the last stage, zeros on others.
+        """
         device = self.grid.device
-        tokens = _padded([feed.tokens for feed in feeds]).to(device)
-        slots = [feed.slot for feed in feeds]
-        starts = [feed.start for feed in feeds]
-        longest = tokens.shape[1]
-        positions = self.cache.select(slots, starts, longest, device)
-        batch = Microbatch(tokens, tokens, positions=positions)
-        # Only the last token of each feed needs logits. This copy to a GPU comes before the layers: it waits for them.
-        ends = [len(feed.tokens) - 1 for feed in feeds]
-        last_tokens = torch.tensor(ends, device=device)
-        last = self.engine.last_stage(batch, self.cache)
+        # This copy to a GPU comes before the layers: it waits for them.
+        rows, tokens = torch.tensor(places, device=device).unbind(1)
+        last = self._hidden(feeds)
         if last is None:
-            return torch.zeros(len(feeds), self.vocab, device=device)
+            return self._no_logits(len(places))
         chunk, hidden = last
-        rows = torch.arange(len(feeds), device=device)
-        picked = hidden[last_tokens, rows].unsqueeze(0)
+        picked = hidden[tokens, rows].unsqueeze(0)
         logits = chunk.logits((picked,))
         return logits[:, 0].contiguous()
+
+    def _hidden(self, feeds: Sequence[Feed]) -> tuple[Network, Tensor] | None:
+        """Return (the last chunk, activations [tokens, feeds, hidden] after its final norm) on the last stage, None on others."""
+        device = self.grid.device
+        tokens = padded([feed.tokens for feed in feeds]).to(device)
+        slots = [feed.slot for feed in feeds]
+        starts = [feed.start for feed in feeds]
+        positions = self.cache.select(slots, starts, tokens.shape[1], device)
+        return self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """Return float64 [tokens, 2 + 2 top] of all rows, concatenated; `score` splits it."""
@@ -288,12 +326,12 @@ class EngineModel:
         groups: list[list[list[int]]] = []
         for share in shares:
             counts = [predicted[number] for number in share]
-            groups.append(list(_batches(counts, SCORED_TOKENS)))
+            groups.append(list(batches(counts, SCORED_TOKENS)))
         own = shares[dp_rank]
         for group in groups[dp_rank]:
             numbers = [own[place] for place in group]
             # No logits after a row's last token are needed.
-            tokens = _padded([rows[number][:-1] for number in numbers]).to(device)
+            tokens = padded([rows[number][:-1] for number in numbers]).to(device)
             last = self.engine.last_stage(Microbatch(tokens, tokens))
             if last is not None:
                 for place, number in enumerate(numbers):
@@ -341,45 +379,3 @@ class EngineModel:
         if ends is not None and grid.pp_rank in (0, last_stage):
             comm.broadcast(made, grid.rank_of_stage(last_stage), ends)
         return made.cpu()
-
-
-def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Return int64 [rows, longest]. Padding is at the end, where causal attention does not reach it.
-
-    Padding repeats the row's own last token. Another token's values, if they are NaN, would get into the row's sums.
-    """
-    longest = max(len(row) for row in rows)
-    padded = []
-    for row in rows:
-        padding = [row[-1]] * (longest - len(row))
-        padded.append([*row, *padding])
-    return torch.tensor(padded)
-
-
-def _fitting(feeds: Sequence[Feed], length: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield the numbers of feeds that can be computed together.
-
-    These are all feeds if every slot has room for the padding, else the feeds of one length.
-    pads: whether the cache ignores padding.
-    """
-    if not feeds:
-        return
-    longest = max(len(feed.tokens) for feed in feeds)
-    if pads and all(feed.start + longest <= length for feed in feeds):
-        yield list(range(len(feeds)))
-        return
-    for size in sorted({len(feed.tokens) for feed in feeds}):
-        yield [number for number, feed in enumerate(feeds) if len(feed.tokens) == size]
-
-
-def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield groups of row numbers of similar length, with at most `most` tokens including padding."""
-    group: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
-        if group and (len(group) + 1) * lengths[number] > most:
-            yield group
-            group = []
-        if lengths[number] > 0:
-            group.append(number)
-    if group:
-        yield group

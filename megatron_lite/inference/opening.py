@@ -30,6 +30,7 @@ from megatron_lite.inference.adapters import (
     joint_options,
     read_adapters,
 )
+from megatron_lite.inference.drafting_model import DraftingModel
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.inference.quantizing import check_quantize, load_quantized
@@ -136,8 +137,22 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     found = open_engine(given, parallel, place)
     names = () if found.adapters is None else found.adapters.names
     stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, found.start.files))
-    model = EngineModel(found.engine, given.slots, found.length, found.adapters)
+    model = _model(given, found)
     return Opened(model, found.config, found.tokenizer, stops, given.load, place.store, names)
+
+
+def _model(given: argparse.Namespace, found: OpenedEngine) -> EngineModel:
+    """Return the model that generates, with memory for all slots. Collective. Raises UsageError if it can't draft."""
+    drafts: int = given.draft_tokens
+    if drafts == 0:
+        return EngineModel(found.engine, given.slots, found.length, found.adapters)
+    if drafts < 0:
+        raise UsageError(f"--draft-tokens {drafts} must be 0 or more")
+    if given.stream_weights or found.adapters is not None:
+        raise UsageError(
+            "--draft-tokens excludes --stream-weights and --adapter; leave one of them out"
+        )
+    return DraftingModel(found.engine, given.slots, found.length, drafts)
 
 
 def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> OpenedEngine:

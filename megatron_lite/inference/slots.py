@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -109,6 +109,51 @@ class LanguageModel(Protocol):
         self, rows: Sequence[Sequence[int]], top: int = 0, adapter: int | None = None
     ) -> list[Scored]:
         """Score rows. top: number of likeliest tokens to return. It changes no slot. adapter: see Feed."""
+        ...
+
+
+@dataclass
+class DraftCounts:
+    """Numbers of drafted tokens."""
+
+    steps: int = 0
+    """Number of steps of rows that had drafted tokens."""
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a step of one row."""
+        self.steps += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def tokens_a_step(self) -> float:
+        """The mean number of tokens that such a step gave a row: 1, and the accepted ones."""
+        return 1 + self.accepted / max(self.steps, 1)
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A LanguageModel that can also guess the next tokens of rows, and check several guesses in one turn."""
+
+    drafts: int
+    """The largest number of tokens to guess."""
+    counts: DraftCounts
+
+    def verify(self, feeds: Sequence[Feed]) -> Tensor:
+        """Return the logits after every token of all feeds, one feed after the other: float32 [tokens, vocabulary] on the CPU.
+
+        The next feed of a slot may drop tokens of this one. If the model is recurrent, it drops none, or all of them.
+        """
+        ...
+
+    def draft(self, feeds: Sequence[Feed], count: int) -> list[tuple[int, ...]]:
+        """Guess `count` tokens behind each feed.
+
+        feeds: for each slot the tokens that follow those of its last turn: token i of a feed is the one behind position
+        start + i, which that turn had.
+        """
         ...
 
 

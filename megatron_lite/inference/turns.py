@@ -23,6 +23,8 @@ class Turn(IntEnum):
     IDLE = 4
     FORGET = 5
     ADAPT = 6
+    VERIFY = 7
+    DRAFT = 8
 
 
 def send(words: list[int], grid: Grid) -> None:

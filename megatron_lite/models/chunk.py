@@ -150,6 +150,16 @@ class ModelChunk(Network):
         made: tuple[Tensor, Tensor] = self.output_layer(given[0], self._shared(), labels, weights)
         return made
 
+    def predicted(self, hidden: Tensor, run: Pass) -> Tensor:
+        """Return the head's input for the token after the next one, by the first MTP layer; on the last stage.
+
+        hidden [sequence, batch, hidden]: this chunk's output after its final norm, or an earlier result. run.tokens: the
+        tokens behind those of `hidden`. run.positions: those of `hidden`.
+        """
+        assert self.mtp is not None
+        made: Tensor = self.mtp.layers[0](self._embed(run)(run.tokens), hidden, run)
+        return made
+
     def _embed(self, run: Pass) -> Callable[[Tensor], Tensor]:
         def embed(tokens: Tensor) -> Tensor:
             assert self.embedding is not None

@@ -15,9 +15,10 @@ from megatron_lite.data.harmony_messages import REASONING
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.answer import Said
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import NotFinite
 from megatron_lite.models.rng import mix

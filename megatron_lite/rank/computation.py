@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megaconv.model.config import ModelConfig
+from megaconv.model.predicting import kind_of_layer
 from megaconv.planning.carried import caches_keys
 from megaconv.planning.mixers import in_layer
 from megaconv.planning.pipeline_order import Action, forward_order
@@ -62,8 +63,11 @@ class RankComputation(RankParameters):
         return dtype_of(info, self.dtype)
 
     def cache_of(self, layer: int) -> tuple[Kept, ...]:
-        """Return the parts of a row's cache that the mixer of a layer declares, for this rank's heads."""
-        kind = self.config.layers[layer]
+        """Return the parts of a row's cache that the mixer of a layer declares, for this rank's heads.
+
+        layer: numbers after the last layer stand for the layers inside MTP layers.
+        """
+        kind = kind_of_layer(self.config, layer)
         mixer = mixer_of(self.config, kind)
         if mixer is None or not caches_keys(self.config, layer, self._stage_of(layer)):
             return ()

@@ -1,6 +1,6 @@
 """Flags of `megatron-lite chat`."""
 
-from megatron_lite.inference.flags import Parser, add_sampling, command, make_parser
+from megatron_lite.inference.flags import Parser, add_drafting, add_sampling, command, make_parser
 
 EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
   megatron-lite chat --load gpt2 --raw --top-k 40
@@ -22,6 +22,7 @@ def parser() -> Parser:
         help="continue each line as a text, without a chat template; an empty line is a text without a prompt",
     )
     add_sampling(made, max_new_tokens=512)
+    add_drafting(made)
     return made
 
 

@@ -1,7 +1,14 @@
 """Flags of `megatron-lite generate`."""
 
 from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, add_sampling, add_streaming, command, make_parser
+from megatron_lite.inference.flags import (
+    Parser,
+    add_drafting,
+    add_sampling,
+    add_streaming,
+    command,
+    make_parser,
+)
 
 EXAMPLES = """  megatron-lite generate --load Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
   torchrun --nproc-per-node 4 -m megatron_lite generate --load ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl
@@ -74,6 +81,7 @@ def parser() -> Parser:
         metavar="X",
         help="of beams: above 0 favours long ones (1)",
     )
+    add_drafting(made)
     return made
 
 

@@ -1,7 +1,7 @@
 """Flags of `megatron-lite serve`."""
 
 from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, command, make_parser
+from megatron_lite.inference.flags import Parser, add_drafting, command, make_parser
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE, NAMES
 
 EXAMPLES = """  megatron-lite serve --load Llama-3.2-1B-Instruct --port 8000
@@ -74,6 +74,7 @@ def parser() -> Parser:
         metavar="SECONDS",
         help="that answers have to end in after SIGTERM (30)",
     )
+    add_drafting(made)
     return made
 
 

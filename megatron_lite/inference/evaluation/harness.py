@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from megaconv.errors import UsageError
 from megaconv.extras import install
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from megatron_lite.inference.batching import Request, RunningBatch, steps
+from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import NotFinite, require_finite
 from megatron_lite.inference.text import TextStream

@@ -35,6 +35,7 @@ from megatron_lite.inference.server.errors import (
 )
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.local_only import LocalOnly
+from megatron_lite.inference.server.metrics import metrics
 from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
@@ -347,30 +348,7 @@ class Server:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' format."""
-        worker = self.worker
-        model = self.opened.model
-        running, waiting = worker.counts
-        lines = ["# TYPE megatron_lite_requests_total counter"]
-        for (route, status), count in sorted(self.answered.items()):
-            labels = f'route="{route}",status="{status}"'
-            lines.append(f"megatron_lite_requests_total{{{labels}}} {count}")
-        counters = {
-            "prompt_tokens_total": worker.prompt_tokens,
-            "prompt_tokens_reused_total": worker.reused_tokens,
-            "generated_tokens_total": worker.tokens,
-            "requests_without_answer_total": worker.without_answer,
-        }
-        gauges = {
-            "requests_running": running,
-            "requests_waiting": waiting,
-            "slots": model.slots,
-            "cache_bytes": model.cache.bytes(),
-        }
-        for kind, values in (("counter", counters), ("gauge", gauges)):
-            for name, value in values.items():
-                lines.append(f"# TYPE megatron_lite_{name} {kind}")
-                lines.append(f"megatron_lite_{name} {value}")
-        return PlainTextResponse("\n".join(lines) + "\n")
+        return PlainTextResponse(metrics(self.worker, self.opened.model, self.answered))
 
 
 def _score(

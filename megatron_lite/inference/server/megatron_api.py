@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.batching import Request
 from megatron_lite.inference.beams import Beam
 from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Words, generate
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import tokens_of
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.slots import LanguageModel, require_known

@@ -6,10 +6,10 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.data.harmony import Marks, begins_answer
-from megatron_lite.inference.batching import Request, check
 from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import encode, encode_chat
+from megatron_lite.inference.requests import Request, check
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.server.answer_form import (
     form_of,

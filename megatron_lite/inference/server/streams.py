@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from megatron_lite.inference.answer import Answer, PlainAnswer, Said
-from megatron_lite.inference.batching import Request
 from megatron_lite.inference.beams import Beam
 from megatron_lite.inference.harmony import HarmonyStream
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.server.errors import NoAnswer
 from megatron_lite.inference.server.openai_answers import Piece
 from megatron_lite.inference.server.openai_requests import Wanted

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from megatron_lite.inference.batching import NO_TOKEN, Request, RunningBatch, Step
+from megatron_lite.inference.batching import NO_TOKEN, RunningBatch, Step
 from megatron_lite.inference.model import IDLE_S, EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.server.errors import NoAnswer, Overloaded, ShuttingDown
 from megatron_lite.inference.slots import Feed, LanguageModel, NotFinite, Scored
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from megatron_lite.inference.batching import Request, Step
+from megatron_lite.inference.batching import Step
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.server.worker import Ticket
 
 

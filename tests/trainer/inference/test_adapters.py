@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from megaconv.errors import UsageError
 from megatron_lite.cli import main
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.opening import Opened, open_model
+from megatron_lite.inference.requests import Request
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
 from tests.trainer.inference.conversations import save
@@ -69,7 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(path: Path, *adapters: str) -> Opened:
     given = Namespace(
         load=str(path), dtype="fp32", slots=4, max_length=64, tokenizer_type=None, tokenizer_model=None, vocab_file=None,
-        merge_file=None, training=None, adapter=list(adapters), stream_weights=False, quantize=None,
+        merge_file=None, training=None, adapter=list(adapters), stream_weights=False, quantize=None, draft_tokens=0,
     )  # fmt: skip
     return open_model(given, Parallel(), launch.start(Parallel()))
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.batching import Request, RunningBatch, generate, steps
+from megatron_lite.inference.batching import RunningBatch, generate, steps
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from tests.trainer.inference.models import EOS, slots_of, tiny
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.batching import Request, RunningBatch, generate, steps
+from megatron_lite.inference.batching import RunningBatch, generate, steps
 from megatron_lite.inference.beams import BeamSettings, EarlyStopping
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from tests.trainer.inference.models import slots_of, tiny
 

@@ -12,9 +12,10 @@ from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
 from megatron_lite.models.masks import window_mask

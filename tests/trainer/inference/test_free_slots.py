@@ -3,9 +3,10 @@
 import pytest
 
 from megatron_lite.engine import Engine
-from megatron_lite.inference.batching import Request, RunningBatch, steps
+from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.free_slots import FreeSlots, Held, common
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from tests.trainer.parallel.small import Case, make_engine
 

@@ -9,8 +9,9 @@ import torch
 
 from megaconv.errors import UsageError
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.grammar import ANY_OBJECT, Grammar, json_grammar
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Recomputed
 from tests.trainer.inference.conversations import save

@@ -52,7 +52,7 @@ def pieces(
     said.append(stream.finish(complete=complete))
     parts = [(each.text, each.thinking) for each in said]
     whole = ("".join(text for text, _ in parts), "".join(thought for _, thought in parts))
-    return parts, (*whole, [tuple(call) for call in stream.calls])
+    return parts, (*whole, [(call.name, call.arguments) for call in stream.calls])
 
 
 def read(tokenizer: HuggingFaceTokenizer, text: str, **options: str) -> Read:

@@ -85,7 +85,7 @@ def flags(model: Path) -> Namespace:
         load=str(model), dtype="fp32", slots=3, max_length=None, tokenizer_type=None, tokenizer_model=None, vocab_file=None,
         merge_file=None, tp=1, pp=1, ep=1, distributed_backend="gloo", distributed_timeout_minutes=1.0,
         training=None,
-        adapter=[], stream_weights=False, quantize=None,
+        adapter=[], stream_weights=False, quantize=None, draft_tokens=0,
     )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron_lite.inference import batching
-from megatron_lite.inference.batching import Request
 from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Words, generate
+from megatron_lite.inference.requests import Request
 from tests.trainer.inference.models import FIXTURE, without_layers
 
 EXPECTED: dict[str, Any] = json.loads((FIXTURE / "expected.json").read_text())

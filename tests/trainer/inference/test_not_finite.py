@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_lite.cli import main
-from megatron_lite.inference.batching import Request, RunningBatch, generate
+from megatron_lite.inference.batching import RunningBatch, generate
 from megatron_lite.inference.beams import BeamSettings
 from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import save

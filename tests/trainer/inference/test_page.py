@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.prompts import encode, encode_chat
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from tests.browsers import PHONE, Page, fits, shown
 from tests.trainer.inference.conversations import save

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.cli import main
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.opening import Opened, open_model
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Scored
 from megatron_lite.models.ends import Head
@@ -73,6 +74,7 @@ def opened(path: Path, **changes: Any) -> Opened:
     flags: dict[str, Any] = {
         "load": str(path), "dtype": "fp32", "slots": 4, "max_length": 80, "tokenizer_type": None, "tokenizer_model": None,
         "vocab_file": None, "merge_file": None, "training": None, "adapter": [], "stream_weights": False, "quantize": "q8_0",
+        "draft_tokens": 0,
     }  # fmt: skip
     return open_model(Namespace(**flags | changes), Parallel(), launch.start(Parallel()))
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.engine import Engine
-from megatron_lite.inference.batching import Request, RunningBatch, steps
+from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Feed, LanguageModel, Recomputed
 from megatron_lite.models.batch import Microbatch

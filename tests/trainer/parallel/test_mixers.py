@@ -21,9 +21,10 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.snapshot import dist_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.engine import Engine
-from megatron_lite.inference.batching import Request, generate
+from megatron_lite.inference.batching import generate
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Recomputed
 from megatron_lite.models.batch import Microbatch

@@ -16,9 +16,10 @@ from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.inference.batching import Answer, Request, generate
+from megatron_lite.inference.batching import Answer, generate
 from megatron_lite.inference.beams import BeamSettings
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions

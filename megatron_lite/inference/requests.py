@@ -1,0 +1,46 @@
+"""A request of generation: a prompt, and how to continue it. See batching.py."""
+
+from dataclasses import dataclass
+
+from megaconv.errors import UsageError
+from megatron_lite.inference.beams import BeamRules
+from megatron_lite.inference.grammar import Grammar
+from megatron_lite.inference.sampling import PLAIN, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how to continue it."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = PLAIN
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a row and belong to it."""
+    log_probs: int | None = None
+    """Number of likeliest tokens to return, besides the chosen token's log-probability; None: no log-probabilities."""
+    beams: BeamRules | None = None
+    """Rules of a beam search for the likeliest rows; `sampling` and `log_probs` are then ignored."""
+    adapter: int | None = None
+    """See slots.Feed."""
+    grammar: Grammar | None = None
+    """The form of the answer; a beam search ignores it."""
+
+    @property
+    def rows(self) -> int:
+        """Number of slots that the request needs."""
+        return 1 if self.beams is None else self.beams.width
+
+
+def check(request: Request, length: int) -> None:
+    """Raise UsageError for a request that does not fit into a slot of `length` tokens."""
+    if not request.prompt:
+        raise UsageError("the prompt is empty, and there is no token to begin with")
+    if request.max_tokens < 1:
+        raise UsageError(f"max_tokens is {request.max_tokens}; it must be 1 or more")
+    needed = len(request.prompt) + request.max_tokens
+    if needed > length:
+        raise UsageError(
+            f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} to generate make {needed}; "
+            f"there is room for {length}"
+        )
