@@ -5,7 +5,7 @@ and the family's table gives the rectangles of canonical tensors. Fused, transpo
 here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -84,7 +84,7 @@ def weights_of(
     """Each module's adapter with its weight, which has transformers' name. Raises TensorMismatch, NotExpressible."""
     names = _Names(family, config, str(adapter.weights))
     for module in adapter.modules:
-        yield module, names.target(module)
+        yield module, names.target(module, adapter.config)
 
 
 def path_of(module: ModuleAdapter, native: NativeTensor, config: AdapterConfig) -> str:
@@ -222,7 +222,7 @@ class _Names:
             else (frozenset(native.parts), native.copy is not None)
         )
 
-    def target(self, module: ModuleAdapter) -> NativeTensor:
+    def target(self, module: ModuleAdapter, config: AdapterConfig) -> NativeTensor:
         """The weight that a module's adapter changes."""
         path = self.path(module)
         if path + ".weight" in self.natives or self.prefix + path + ".weight" in self.natives:
@@ -234,6 +234,9 @@ class _Names:
                 f"{self.where}: {module.module}: the model has no such module{self._reason(path)}",
                 code="unknown-tensor",
             )
+        wrapped = _wrapped(module, stacked, config)
+        if wrapped is not None:
+            return wrapped
         if len(fitting) != 1:
             which = "none" if not fitting else " and ".join(native.name for native in fitting)
             raise TensorMismatch(
@@ -244,7 +247,9 @@ class _Names:
         return fitting[0]
 
     def is_flipped(self, native: NativeTensor, config: AdapterConfig) -> bool:
-        """True if the model stores this weight as [in, out]."""
+        """True if the adapter is one of a weight [in, out]. For peft, a parameter of two axes is always [out, in]."""
+        if len(native.shape) == 2 and _is_of_parameter(native, config):
+            return False
         return _flipped(native) if self.paths is None else config.flipped
 
     def canonical(self, native: NativeTensor, tensor: LazyTensor) -> dict[str, LazyTensor]:
@@ -287,6 +292,21 @@ def _fits(module: ModuleAdapter, native: NativeTensor) -> bool:
     return (a_cols, b_rows) == (ins, outs) and a_rows == b_cols and a_rows % experts == 0
 
 
+def _wrapped(
+    module: ModuleAdapter, parameters: Sequence[NativeTensor], config: AdapterConfig
+) -> NativeTensor | None:
+    """The parameter of two axes that an adapter changes, among all parameters of a module in the order of the class.
+
+    peft wraps a module once for each parameter with an adapter, the first parameter innermost. Returns None for other
+    parameters.
+    """
+    changed = [each for each in parameters if _is_of_parameter(each, config)]
+    depth = module.module.count(".base_layer")
+    if depth >= len(changed) or any(len(each.shape) != 2 for each in changed):
+        return None
+    return changed[-1 - depth]
+
+
 def _changes_of_module(
     module: ModuleAdapter, adapter: Adapter, weight: float, names: _Names
 ) -> Iterator[tuple[str, Change]]:
@@ -295,7 +315,7 @@ def _changes_of_module(
             f"{adapter.weights}: {module.module}: has tensors of shapes {list(module.a.shape)} and {list(module.b.shape)}, as for a "
             "convolution; only adapters with matrices, of two axes, are merged"
         )
-    native = names.target(module)
+    native = names.target(module, adapter.config)
     path = path_of(module, native, adapter.config)
     flipped = names.is_flipped(native, adapter.config) and not module.embedding
     experts, outs, ins = 1, native.shape[0], 1
