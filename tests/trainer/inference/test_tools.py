@@ -276,6 +276,14 @@ def test_calls_in_python_are_read_and_not_executed() -> None:
     ]
 
 
+def test_calls_in_python_may_have_words_of_json() -> None:
+    """LFM 2.5 writes objects so."""
+    text = """[buy(note='true', gift=false, sizes={"a": true, "b": [null]})]"""
+    _, (call,) = split(Tools((SHOP,)), text)
+    expected = {"note": "true", "gift": False, "sizes": {"a": True, "b": [None]}}
+    assert json.loads(call["function"]["arguments"]) == expected
+
+
 @pytest.mark.parametrize(
     "text",
     [

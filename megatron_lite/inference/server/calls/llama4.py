@@ -4,7 +4,8 @@
     <|python_start|>[weather(city="Köln", days=3)]<|python_end|>
     <|tool_call_start|>[weather(city="Köln", days=3)]<|tool_call_end|>
 
-Without marks it is the whole answer. Nothing of it is executed.
+Without marks it is the whole answer. Nothing of it is executed. Templates of LFM 2.5 write objects as JSON, so `true`, `false`
+and `null` are literals too.
 """
 
 import ast
@@ -17,6 +18,7 @@ _LONGEST = 1 << 16
 """Characters of a list of calls. A longer text takes too much time and memory."""
 _OPENING, _DEEPEST = "([{", 100
 """Python's parser fails on deeply nested brackets."""
+_WORDS = {"true": True, "false": False, "null": None}
 
 
 def _read(text: str, schemas: Schemas) -> list[Named]:
@@ -42,9 +44,16 @@ def _call(item: ast.expr) -> Named:
     for keyword in item.keywords:
         if keyword.arg is None:
             raise ValueError("the arguments are not named")
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        arguments[keyword.arg] = ast.literal_eval(_OfJson().visit(keyword.value))
     json.dumps(arguments, allow_nan=False)  # a set or bytes have no form in JSON
     return Named(ast.unparse(item.func), arguments)
+
+
+class _OfJson(ast.NodeTransformer):
+    """Replaces JSON's words by their values."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
 
 
 _PYTHON = ("<|python_start|>", "<|python_end|>")
