@@ -138,6 +138,22 @@ def _is_shared(
     return not rows or (len(rows) == len(names) and are_equal(rows))
 
 
+def require_token_rows(adapter: Adapter, *, tied: bool) -> None:
+    """Raise TensorMismatch if the configuration lists trained tokens of a module, and the files lack their rows.
+
+    tied: True for a model with a tied head, whose rows peft leaves out.
+    """
+    paths = [f".{name.removesuffix('.weight')}" for name in adapter.tokens]
+    for module, tokens in adapter.config.tokens.items():
+        has_rows = any(path.endswith(f".{module}" if module else "") for path in paths)
+        if tokens and not has_rows and not (tied and paths):
+            raise TensorMismatch(
+                f"{adapter.weights}: has no rows of the tokens in trainable_token_indices{module and f' for {module}'}; copy the "
+                "adapter again",
+                code="missing-tensor",
+            )
+
+
 def token_rows(adapter: Adapter, name: str, values: LazyTensor, shape: Shape) -> TokenRows:
     """The new rows of the embedding or the head `name`, a name in the adapter. shape: of the whole matrix.
 

@@ -81,6 +81,14 @@ def _one_row_less(tensors: Tensors) -> Tensors:
     return {**tensors, cut: tensors[cut][:-1]}
 
 
+def _without_rows(tensors: Tensors) -> Tensors:
+    return {name: each for name, each in tensors.items() if "token_adapter" not in name}
+
+
+def _without_rows_of_head(tensors: Tensors) -> Tensors:
+    return {name: each for name, each in tensors.items() if "lm_head.token_adapter" not in name}
+
+
 def _of_a_norm(tensors: Tensors) -> Tensors:
     rows = tensors[f"{PREFIX}lm_head.token_adapter.trainable_tokens_delta"]
     return {**tensors, f"{PREFIX}model.norm.token_adapter.trainable_tokens_delta": rows}
@@ -98,6 +106,8 @@ def _whole_numbers(tensors: Tensors) -> Tensors:
          ("a vocabulary of 108 tokens, the base of 99, and no model.embed_tokens.weight of 108",)),
         (RESIZED, {}, _without_head, ("a vocabulary of 108 tokens, the base of 99, and no lm_head.weight of 108",)),
         (TIED, {}, _without_head, ("and no lm_head.weight of 108",)),
+        (TOKENS, {}, _without_rows_of_head, ("in trainable_token_indices for lm_head",)),
+        (TOKENS, {"trainable_token_indices": [3]}, _without_rows, ("has no rows of the tokens in trainable_token_indices",)),
         (TOKENS, {}, _of_a_norm,
          ("rows of single tokens for model.norm.weight, which is neither an embedding nor a head",)),
         (TOKENS, {}, _whole_numbers, ("has rows of int32 for lm_head.weight",)),
@@ -124,7 +134,7 @@ def test_rows_of_tokens_of_a_model_without_a_family_are_merged(tmp_path: Path) -
     transformers = pytest.importorskip("transformers")
     transformers.AutoModel.from_pretrained(TOKENS / "base").save_pretrained(tmp_path / "base")
     adapter = edited(
-        TOKENS / "adapter", tmp_path / "adapter",
+        TOKENS / "adapter", tmp_path / "adapter", {"trainable_token_indices": {"embed_tokens": [3, 5]}},
         tensors=lambda held: {name.replace(".model.model.", ".model."): each for name, each in held.items() if "lm_head" not in name},
     )  # fmt: skip
     outcome = run("merge", tmp_path / "base", adapter, "--save-dir", tmp_path / "out")
