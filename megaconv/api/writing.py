@@ -143,6 +143,9 @@ def merge(
     config: str | Path | None = None,
     cache: bool = False,
     dtype: str | None = None,
+    quantize: str | None = None,
+    kv_cache: str | None = None,
+    calibration: str | Path | None = None,
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
@@ -157,7 +160,8 @@ def merge(
 ) -> Report:
     """Merge LoRA adapters, each as `DIR` or `DIR:WEIGHT`, into the model that they were trained on.
 
-    Short for `convert(base, save_dir, adapters=...)`; call `convert` to shard the result as well.
+    Short for `convert(base, save_dir, adapters=...)`; call `convert` to shard the result as well. quantize: as there, of
+    the merged weights.
     Raises megaconv.errors.CheckpointError.
     """
     asked = built(ConvertOptions, "merge", locals())

@@ -8,6 +8,7 @@ from typing import Any
 from megaconv.local_paths import local_path
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.layout import LayerSplit
+from megaconv.options.commands import CONVERSIONS
 from megaconv.options.layer_split import SPLIT
 from megaconv.options.option import (
     FORM,
@@ -175,6 +176,7 @@ class SaveOptions:
         None,
         "--quantize",
         heading=VALUES,
+        commands=CONVERSIONS,
         help="Quantize weights of attention, MLP and experts in an hf output: fp8-block (FP8, a scale for each 128 by 128), "
         "fp8-per-channel (FP8, a scale for each row), nvfp4 (4 bits, a scale for each 16), mxfp4 (experts of GPT-OSS as "
         "OpenAI publishes them), w4a16 and w8a16 (INT4 and INT8 of compressed-tensors, a scale for each 128); with --calibration also fp8 "
@@ -185,6 +187,7 @@ class SaveOptions:
         None,
         "--kv-cache",
         heading=VALUES,
+        commands=CONVERSIONS,
         help="Add scales for a key/value cache in fp8 to a quantized hf output; needs --calibration.",
     )
     """The dtype of the engine's key/value cache, for which scales are written: `fp8`; None: no scales."""
@@ -192,6 +195,7 @@ class SaveOptions:
         None,
         "--calibration",
         heading=INPUT_AND_OUTPUT,
+        commands=CONVERSIONS,
         read=local_path,
         metavar="FILE",
         help="Statistics of activations from `megatron-lite calibrate`: the scales of --quantize and --kv-cache, and the importance "

@@ -113,6 +113,19 @@ def test_two_adapters_are_merged_one_after_the_other_each_times_its_weight(tmp_p
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[name + ".weight"], expected)
 
 
+def test_a_merged_model_is_quantized_as_in_a_second_step(tmp_path: Path) -> None:
+    base, adapter = LINEAR / "base", LINEAR / "adapter"
+    options = ("--save-dir", tmp_path / "one", "--quantize", "fp8-per-channel", "--verify")
+    assert run("merge", base, adapter, *options).status == 0
+    megaconv.merge(base, adapter, tmp_path / "merged")
+    megaconv.convert(tmp_path / "merged", tmp_path / "two", saver="hf", quantize="fp8-per-channel")
+    megaconv.merge(base, adapter, tmp_path / "python", quantize="fp8-per-channel")
+    one, two, python = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "python")
+    )
+    assert one == two == python
+
+
 def test_python_takes_paths_of_adapters(tmp_path: Path) -> None:
     base, adapter = LINEAR / "base", LINEAR / "adapter"
     named = megaconv.merge(base, str(adapter), tmp_path / "named")
