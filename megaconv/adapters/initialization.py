@@ -121,11 +121,14 @@ def principal(weight: Floats, rank: int) -> _Factors:
     tall = weight.T if is_wide else weight
     squares, vectors = np.linalg.eigh(_gram(tall))  # ascending
     singular = np.sqrt(np.maximum(squares[::-1], 0))
-    last, following = singular[rank - 1], [*singular, 0.0][rank]
+    last = singular[rank - 1]
+    following = singular[rank] if rank < len(singular) else 0.0
     is_noise = last <= np.finfo(np.float32).eps * singular[0]
-    if not is_noise and last - following < _SMALLEST_GAP * last:
+    is_close = last - following < _SMALLEST_GAP * last
+    if is_close and not is_noise:
         raise _Undetermined(f"the singular values {rank} and {rank + 1} are equal")
-    right = np.ascontiguousarray(vectors[:, ::-1][:, :rank])
+    largest_first = vectors[:, ::-1]
+    right = np.ascontiguousarray(largest_first[:, :rank])
     left = _in_blocks(tall, right)
     return _ordered(left, right.T, is_wide)
 

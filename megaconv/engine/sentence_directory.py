@@ -33,7 +33,7 @@ from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key
 from megaconv.model.naming import HF
 from megaconv.model.natives import unsharded_tensors
-from megaconv.model.subjects import Retriever
+from megaconv.model.retrieving import Retriever
 from megaconv.options import SaveOptions
 
 _WEIGHTS = "model.safetensors"

@@ -21,6 +21,7 @@ from megaconv.model.mixers import (
     ShortConvolution,
 )
 from megaconv.model.own_names import OwnNames
+from megaconv.model.retrieving import Retrieval, Retriever, retrieving_layers
 from megaconv.model.streams import (
     HyperConnections,
     LayerInputs,
@@ -38,10 +39,7 @@ from megaconv.model.subjects import (
     LayerKind,
     Norm,
     Positions,
-    Retrieval,
-    Retriever,
     Temperature,
-    retrieving_layers,
 )
 
 OF_ONE_LAYER = ("heads", "kv_heads", "head_dim", "ffn")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megaconv.errors import UsageError
-from megaconv.model.subjects import Retrieval
+from megaconv.model.retrieving import Retrieval
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.slots import require_known
 from megatron_lite.retrieval.retro.database import ChunkDatabase

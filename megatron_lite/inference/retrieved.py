@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megaconv.errors import UsageError
-from megaconv.model.subjects import Retrieval
+from megaconv.model.retrieving import Retrieval
 from megatron_lite.data.tokenizer import Tokenizer
 
 

@@ -13,7 +13,7 @@ from megaconv.families.biencoder import TOWERS
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
-from megaconv.model.subjects import Retriever
+from megaconv.model.retrieving import Retriever
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.checkpoint.restore import Start

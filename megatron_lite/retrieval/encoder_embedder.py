@@ -76,17 +76,19 @@ class EncoderEmbedder:
         """Return (ids [texts, tokens], 1 for tokens and 0 for padding, 1 for the text's own tokens [texts, tokens, 1])."""
         pad = self._tokenizer.pad or 0
         own = [self._tokenizer.tokenize(text)[: self._room] or [pad] for text in texts]
-        rows = [[*self._before, *tokens, *self._behind] for tokens in own]
-        longest = max(map(len, rows))
-        ids = np.full((len(rows), longest), pad, np.int64)
-        seen = np.zeros((len(rows), longest), np.int64)
-        counted = np.zeros((len(rows), longest, 1), np.float32)
-        for number, (row, tokens) in enumerate(zip(rows, own, strict=True)):
-            start = len(self._before)
-            ids[number, : len(row)] = row
-            seen[number, : len(row)] = 1
-            counted[number, start : start + len(tokens)] = 1
-        return ids, seen, counted
+        before, behind = self._before, self._behind
+        longest = len(before) + max(map(len, own)) + len(behind)
+        shape = len(own), longest
+        ids = np.full(shape, pad, np.int64)
+        seen = np.zeros(shape, np.int64)
+        counted = np.zeros(shape, np.float32)
+        for number, tokens in enumerate(own):
+            whole = [*before, *tokens, *behind]
+            start, end = len(before), len(before) + len(tokens)
+            ids[number, : len(whole)] = whole
+            seen[number, : len(whole)] = 1
+            counted[number, start:end] = 1
+        return ids, seen, counted[:, :, None]
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """Return the tokens that the tokenizer puts before and behind a text."""

@@ -11,7 +11,7 @@ from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.pattern import pattern_of
-from megaconv.model.subjects import Retriever
+from megaconv.model.retrieving import Retriever
 from megaconv.model.training import TrainingState
 from megatron_lite.settings.config import Settings, flags
 from megatron_lite.settings.hybrid_layers import hybrid_fields, is_mamba_hybrid, linear_layers

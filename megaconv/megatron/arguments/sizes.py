@@ -24,7 +24,7 @@ from megaconv.megatron.states.ranks import Ranks, Weights
 from megaconv.model.described import OF_ONE_LAYER
 from megaconv.model.fields import one_or_each
 from megaconv.model.layout import Layout
-from megaconv.model.subjects import retrieving_layers
+from megaconv.model.retrieving import retrieving_layers
 
 _SINKS = "self_attention.core_attention.softmax_offset"
 """Attention sinks, which some models have in layers with a window alone."""
