@@ -85,7 +85,9 @@ def _config(path: Path) -> AdapterConfig:
             settings = read_json(file, CONFIG_BYTES)
             if not isinstance(settings, dict):
                 raise CorruptCheckpoint(f"{file}: expected a JSON object")
-            return peft_config({"peft_type": "LORA", **settings}, file)
+            # The checkpoint holds the base as PiSSA and others changed it.
+            settings = {"peft_type": "LORA", **settings, "init_lora_weights": True}
+            return peft_config(settings, file)
     raise UsageError(
         f"{path}: holds a model with a LoRA adapter, and no {_META} or {_DIRECTORY}/{CONFIG}, which give the adapter's alpha; copy one of "
         f'them, or write {_META}: {{"r": …, "lora_alpha": …}}',

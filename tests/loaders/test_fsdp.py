@@ -235,15 +235,27 @@ def with_adapter(directory: Path, adapters: tuple[str, ...] = ("default",)) -> P
     return directory
 
 
-@pytest.mark.parametrize("place", ["lora_train_meta.json", "lora_adapter/adapter_config.json"])
+@pytest.mark.parametrize(
+    ("place", "initialization"),
+    [
+        ("lora_train_meta.json", True),
+        ("lora_adapter/adapter_config.json", True),
+        ("lora_adapter/adapter_config.json", "pissa"),
+        ("lora_adapter/adapter_config.json", "pissa_niter_4"),
+    ],
+)
 def test_the_adapter_of_a_run_is_merged_as_peft_merges_it(
-    place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    place: str, initialization: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The base in the file is the one of the training, however the adapter was initialized."""
     path = with_adapter(tmp_path / "actor")
     settings = json.loads((ADAPTER / "adapter_config.json").read_text())
     (path / place).parent.mkdir(exist_ok=True)
     (path / place).write_text(
-        json.dumps({key: settings[key] for key in ("r", "lora_alpha", "task_type")})
+        json.dumps(
+            {key: settings[key] for key in ("r", "lora_alpha", "task_type")}
+            | {"init_lora_weights": initialization}
+        )
     )
     megaconv.convert(path, tmp_path / "out", saver="hf")
     found, expected = (load_file(each / "model.safetensors") for each in (tmp_path / "out", MERGED))
