@@ -172,13 +172,25 @@ def _in_blocks(left: Floats, right: Doubles) -> Doubles:
 
 @dataclass(frozen=True)
 class Remainder(ComputedTensor):
-    """A weight without its removed part, rounded to the weight's dtype."""
+    """A weight without its removed part, rounded to the weight's dtype.
+
+    A read raises NotExpressible if a finite number would become infinite, as it does in peft.
+    """
 
     removed: LazyTensor
+    name: str
+    """The weight's name for messages."""
 
     def read_into(self, box: Box, out: Bytes) -> None:
         values = read_floats(self.source, box) - read_floats(self.removed, box)
-        np.copyto(out, rounding.rounded(values, self.dtype, overflow=True).reshape(out.shape))
+        try:
+            rounded = rounding.rounded(values, self.dtype, overflow=False)
+        except rounding.BeyondRange:
+            raise NotExpressible(
+                f"{self.name}: without the part that the adapter's initialization took out, numbers are infinite in {self.dtype}; "
+                "give --dtype float32"
+            ) from None
+        np.copyto(out, rounded.reshape(out.shape))
 
 
 def removed_parts(

@@ -193,7 +193,7 @@ def _changed(name: str, tensor: LazyTensor, merged: Merged, overflow: bool) -> L
         own = changes.replaced[name]
         tensor = own if own.dtype == tensor.dtype else CastTensor(own, tensor.dtype, name, overflow)
     if name in merged.removed:
-        tensor = Remainder(tensor, merged.removed[name])
+        tensor = Remainder(tensor, merged.removed[name], name)
     change = changes.deltas.get(name)
     if change is not None:
         tensor = MergedTensor(tensor, change, name, overflow)

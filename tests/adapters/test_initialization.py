@@ -121,6 +121,22 @@ def test_a_base_that_leaves_the_part_open_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_remainder_beyond_the_dtype_is_refused(tmp_path: Path) -> None:
+    """OLoRA takes out the part times alpha / r, which may be larger than the weight."""
+    case = with_base(OLORA, tmp_path / "case", torch.eye(32) * 60000)
+    settings = {"use_dora": False, "lora_alpha": 400}
+    adapter = edited(case / "adapter", tmp_path / "adapter", settings, without_magnitudes)
+    half = tmp_path / "half"
+    assert run("convert", case / "base", half, "--saver", "hf", "--dtype", "fp16").status == 0
+    outcome = run("merge", half, adapter, "--save-dir", tmp_path / "refused")
+    assert outcome.status == 2
+    assert "infinite in float16" in outcome.err.splitlines()[-1]
+
+
+def without_magnitudes(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in held.items() if "magnitude" not in name}
+
+
 def test_a_weight_of_zeros_loses_nothing(tmp_path: Path) -> None:
     case = with_base(PISSA, tmp_path / "case", torch.zeros(32, 32))
     merged = merged_by_megaconv(case, tmp_path / "out")
