@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.server.calls.shown_marks import showing_marks
 from megatron_lite.inference.server.calls.table import FORMS
+from megatron_lite.inference.text import continuation
 from tests.trainer.inference.forced import ForcedWorker
 from tests.trainer.inference.written_calls import WRITERS
 
@@ -138,3 +140,25 @@ def test_only_the_marks_of_calls_are_shown(tokenizer: HuggingFaceTokenizer) -> N
     assert showing_marks(tokenizer, FORMS)(ids) == 'a[TOOL_CALLS]ö[ARGS]<|"|>'
     hermes = [form for form in FORMS if form.name == "hermes"]
     assert showing_marks(tokenizer, hermes)(ids) == "aö"
+
+
+def test_words_behind_a_mark_keep_the_space_of_sentencepiece(tmp_path: Path) -> None:
+    """A Llama 2's decoder leaves out the first word's space."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "</s>", "▁Hello", "▁world"]
+    inner = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="</s>", additional_special_tokens=["[TOOL_CALLS]"]
+    )
+    made.save_pretrained(tmp_path)
+    detokenize = showing_marks(HuggingFaceTokenizer(str(tmp_path)), FORMS)
+    hello, world, end = 2, 3, 1
+    mark = made.convert_tokens_to_ids("[TOOL_CALLS]")
+    answer = [hello, mark, world, end, mark, end, world]
+    assert detokenize(answer) == "Hello[TOOL_CALLS] world[TOOL_CALLS] world"
+    assert continuation(detokenize, [hello], answer) == " " + detokenize(answer)

@@ -9,19 +9,24 @@ import json
 import re
 
 from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
+from megatron_lite.inference.server.calls.marked import between
 
 _CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-_CALL = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
-_CODE = re.compile(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", re.DOTALL)
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_CALL = re.compile(_BEGIN)
+_CODE = re.compile(r"\s*(\S+)\s*```json")
+_CODE_END = "```"
 
 
 def _read(text: str, schemas: Schemas) -> list[Named]:
     """Return the complete calls whose arguments are a JSON object."""
     found = []
-    for name, arguments in _CALL.findall(text):
-        code = _CODE.fullmatch(arguments)
+    for _, call in between(text, _CALL, _END):
+        name, _, arguments = call.partition(_SEPARATOR)
+        code = _CODE.match(arguments)
         if code is not None:
-            name, arguments = code.groups()
+            name = code[1]
+            arguments = arguments[code.end() :].rstrip().removesuffix(_CODE_END)
         try:
             value = json.loads(arguments)
         except (ValueError, RecursionError):
@@ -36,6 +41,6 @@ DEEPSEEK_V3 = CallForm(
     _read,
     (_CALLS,),
     signs=_CALLS[:1],
-    inner=("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    inner=(_BEGIN, _SEPARATOR, _END),
     quoted=True,
 )

@@ -14,22 +14,22 @@ import re
 
 from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
 from megatron_lite.inference.server.calls.json_values import value_of
+from megatron_lite.inference.server.calls.marked import between
 
-_INVOKE = re.compile(r'<｜DSML｜invoke\s+name="([^"]+)"\s*>(.*?)</｜DSML｜invoke>', re.DOTALL)
-_PARAMETER = re.compile(
-    r'<｜DSML｜parameter\s+name="([^"]+)"\s+string="(true|false)"\s*>(.*?)</｜DSML｜parameter>',
-    re.DOTALL,
-)
+_INVOKE = re.compile(r'<｜DSML｜invoke\s+name="([^"]+)"\s*>')
+_INVOKE_END = "</｜DSML｜invoke>"
+_PARAMETER = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"\s+string="(true|false)"\s*>')
+_PARAMETER_END = "</｜DSML｜parameter>"
 
 
 def _read(text: str, schemas: Schemas) -> list[Named]:
     found = []
-    for name, inner in _INVOKE.findall(text):
-        arguments = {
-            key: value if is_text == "true" else value_of(value)
-            for key, is_text, value in _PARAMETER.findall(inner)
-        }
-        found.append(Named(name, arguments))
+    for invoke, inner in between(text, _INVOKE, _INVOKE_END):
+        arguments = {}
+        for parameter, value in between(inner, _PARAMETER, _PARAMETER_END):
+            key, is_text = parameter.groups()
+            arguments[key] = value if is_text == "true" else value_of(value)
+        found.append(Named(invoke[1], arguments))
     return found
 
 

@@ -47,11 +47,11 @@ class _Reader:
     def _word(self) -> tuple[str, bool]:
         """Return (a text, whether it stands between marks)."""
         if self._take(self.mark):
-            text, end, _ = self.text[self.place :].partition(self.mark)
-            if not end:
+            begin, end = self.place, self.text.find(self.mark, self.place)
+            if end < 0:
                 raise ValueError("a text has no end")
-            self.place += len(text) + len(end)
-            return text, True
+            self.place = end + len(self.mark)
+            return self.text[begin:end], True
         found = _BARE.match(self.text, self.place)
         assert found is not None, "the pattern fits the empty text"
         self.place = found.end()

@@ -11,17 +11,17 @@ import re
 from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
 from megatron_lite.inference.server.calls.hermes import TOOL_CALL
 from megatron_lite.inference.server.calls.json_values import typed
+from megatron_lite.inference.server.calls.marked import keys_and_values
 
-_CALL = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*((?:<arg_key>.*</arg_value>)?)\s*", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_CALL = re.compile(r"([^\s<>{}\[\]\"]+)\s*((?:<arg_key>.*</arg_value>)?)", re.DOTALL)
 
 
 def _read(text: str, schemas: Schemas) -> list[Named]:
-    found = _CALL.fullmatch(text)
+    found = _CALL.fullmatch(text.strip())
     if found is None:
         return []
     name, inner = found.groups()
-    return [Named(name, typed(_ARGUMENT.findall(inner), schemas.get(name, {})))]
+    return [Named(name, typed(keys_and_values(inner), schemas.get(name, {})))]
 
 
 GLM = CallForm(

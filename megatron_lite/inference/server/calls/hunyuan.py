@@ -10,11 +10,11 @@ import re
 
 from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
 from megatron_lite.inference.server.calls.json_values import read_json, typed
+from megatron_lite.inference.server.calls.marked import between, keys_and_values
 
 _CALLS = ("<tool_calls>", "</tool_calls>")
 _SUFFIX = ":opensource"
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*<tool_sep>(.*?)</tool_call>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_CALL = re.compile("<tool_call>")
 _INNER = (
     "<tool_call>", "</tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
 )  # fmt: skip
@@ -30,10 +30,13 @@ _LONG = {_with_suffix(mark): mark for mark in _INNER}
 def _read(text: str, schemas: Schemas) -> list[Named]:
     for long, mark in _LONG.items():
         text = text.replace(long, mark)
-    return [
-        Named(name, typed(_ARGUMENT.findall(inner), schemas.get(name, {})))
-        for name, inner in _CALL.findall(text)
-    ]
+    found = []
+    for _, call in between(text, _CALL, "</tool_call>"):
+        name, separator, inner = call.partition("<tool_sep>")
+        name = name.strip()
+        if separator:
+            found.append(Named(name, typed(keys_and_values(inner), schemas.get(name, {}))))
+    return found
 
 
 HUNYUAN_A13B = CallForm("hunyuan-a13b", read_json, (_CALLS,), signs=_CALLS[:1], quoted=True)

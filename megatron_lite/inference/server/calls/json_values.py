@@ -1,6 +1,7 @@
 """Calls of tools in JSON, and values that are JSON or text."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from megatron_lite.inference.server.calls.form import Named, Schemas
 
 _ARGUMENTS = ("arguments", "parameters")
 """The key of the arguments in a call; Llama 3 writes the second one."""
-_SEPARATORS = "; \t\r\n"
+_SEPARATORS = re.compile(r"[; \t\r\n]*")
 """Characters between two calls; Llama 3 writes semicolons."""
 _DECODER = json.JSONDecoder()
 
@@ -42,10 +43,17 @@ def object_at(text: str, place: int) -> tuple[dict[str, Any], int]:
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects of a text that has nothing else but separators. Raises ValueError for another text."""
-    place = 0
-    while rest := text[place:].lstrip(_SEPARATORS):
-        value, place = object_at(text, len(text) - len(rest))
+    place = _behind_separators(text, 0)
+    while place < len(text):
+        value, end = object_at(text, place)
         yield value
+        place = _behind_separators(text, end)
+
+
+def _behind_separators(text: str, place: int) -> int:
+    found = _SEPARATORS.match(text, place)
+    assert found is not None, "the pattern fits the empty text"
+    return found.end()
 
 
 def typed(pairs: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> dict[str, Any]:

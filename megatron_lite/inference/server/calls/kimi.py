@@ -14,7 +14,7 @@ from megatron_lite.inference.server.calls.json_values import object_at
 
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _HEADER = re.compile(
-    r"\s*<\|tool_call_begin\|>\s*((?:functions\.)?(.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*"
+    r"\s*<\|tool_call_begin\|>\s*((?:functions\.)?(\S+?):\d+)\s*<\|tool_call_argument_begin\|>\s*"
 )
 _END = re.compile(r"\s*<\|tool_call_end\|>\s*")
 
@@ -22,7 +22,8 @@ _END = re.compile(r"\s*<\|tool_call_end\|>\s*")
 def _read(text: str, schemas: Schemas) -> list[Named]:
     found = []
     place = 0
-    while place < len(text.rstrip()):
+    text = text.rstrip()
+    while place < len(text):
         header = _HEADER.match(text, place)
         if header is None:
             raise ValueError("a call begins with its id")

@@ -11,16 +11,19 @@ import re
 
 from megatron_lite.inference.server.calls.form import CallForm, Named, Schemas
 from megatron_lite.inference.server.calls.json_values import typed
+from megatron_lite.inference.server.calls.marked import between, parameters
 
-_INVOKE = re.compile(r"<invoke name=\"?([^\">\n]+)\"?>(.*?)</invoke>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter name=\"?([^\">\n]+)\"?>\n?(.*?)\n?</parameter>", re.DOTALL)
+_INVOKE = re.compile(r"<invoke name=\"?([^\"<>\n]+)\"?>")
+_PARAMETER = re.compile(r"<parameter name=\"?([^\"<>\n]+)\"?>\n?")
 
 
 def _read(text: str, schemas: Schemas) -> list[Named]:
-    return [
-        Named(name, typed(_PARAMETER.findall(inner), schemas.get(name, {})))
-        for name, inner in _INVOKE.findall(text)
-    ]
+    found = []
+    for invoke, inner in between(text, _INVOKE, "</invoke>"):
+        name = invoke[1]
+        pairs = parameters(inner, _PARAMETER)
+        found.append(Named(name, typed(pairs, schemas.get(name, {}))))
+    return found
 
 
 MINIMAX_M2 = CallForm(

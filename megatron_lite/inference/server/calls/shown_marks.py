@@ -1,6 +1,6 @@
 """Text with the marks of calls that a tokenizer has as special tokens, which text doesn't show otherwise."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_lite.inference.server.calls.form import CallForm
@@ -10,27 +10,24 @@ from megatron_lite.inference.text import Detokenize
 def showing_marks(tokenizer: Tokenizer, forms: Iterable[CallForm]) -> Detokenize:
     """Return a function from tokens to text that shows the marks of these forms, and no other special token."""
     marks = {mark for form in forms for mark in form.all_marks}
-    shown = _special_tokens(tokenizer, marks)
-    if not shown:
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return tokenizer.detokenize
+    special = _special_tokens(tokenizer)
+    hidden = {token for token, text in special.items() if text not in marks}
+    if len(hidden) == len(special):
         return tokenizer.detokenize
 
     def detokenize(ids: Sequence[int]) -> str:
-        text, start = "", 0
-        for place, token in enumerate(ids):
-            if token in shown:
-                text += tokenizer.detokenize(ids[start:place]) + shown[token]
-                start = place + 1
-        return text + tokenizer.detokenize(ids[start:])
+        # All at once: SentencePiece's tokenizers leave out the space before the first word that they are given.
+        return tokenizer.spelled([token for token in ids if token not in hidden])
 
     return detokenize
 
 
-def _special_tokens(tokenizer: Tokenizer, marks: Collection[str]) -> dict[int, str]:
-    """Return the special tokens that are marks, by id."""
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return {}
+def _special_tokens(tokenizer: HuggingFaceTokenizer) -> dict[int, str]:
+    """Return the texts of the special tokens, by id."""
     return {
         number: token.content
         for number, token in tokenizer.inner.added_tokens_decoder.items()
-        if token.special and token.content in marks
+        if token.special
     }

@@ -16,6 +16,8 @@ from megatron_lite.inference.server.calls.json_values import written
 from megatron_lite.inference.text import overlap
 
 _QUOTE = re.compile(r'\\.|"', re.DOTALL)
+_MOST_WITHOUT_CALL = 32
+"""Begin marks without a call after which the rest of an answer is text. Each one may read the whole answer."""
 _OPENING = "{["
 """First characters of an answer that may be a call without marks."""
 
@@ -28,7 +30,7 @@ class Found(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The text behind a begin mark: its calls, and the place behind them."""
+    """The text behind a begin mark: its calls, and the place behind them in the held text."""
 
     calls: list[Call]
     end: int
@@ -49,6 +51,8 @@ class CallStream:
     """True if text was passed on."""
     _called: bool = False
     """True if there was a call."""
+    _without_call: int = 0
+    """Number of begin marks without a call."""
 
     def add(self, text: str) -> Found:
         """Add a piece, and return what has become final."""
@@ -88,41 +92,49 @@ class CallStream:
         """Return what is final of the held text. last: True if no text follows."""
         said = ""
         calls: list[Call] = []
-        while begin := self._begin.search(self._held):
-            said += self._shown(self._held[: begin.start()])
-            part = self._part(begin[0], self._held[begin.end() :], last=last)
+        taken = 0
+        while begin := self._next_begin(taken):
+            said += self._shown(self._held[taken : begin.start()])
+            part = self._part(begin, last=last)
             if part is None:
                 self._held = self._held[begin.start() :]
                 return Found(said, calls)
-            self._held = self._held[begin.end() + part.end :]
+            taken = part.end
             calls += part.calls
             if part.calls:
                 self._called = True
             else:
+                self._without_call += 1
                 said += self._shown(begin[0])
-        kept = 0 if last else max(overlap(self._held, begin) for begin in self._begins)
+        kept = 0 if last else max(overlap(self._held[taken:], begin) for begin in self._begins)
         end = len(self._held) - kept
-        said += self._shown(self._held[:end])
+        said += self._shown(self._held[taken:end])
         self._held = self._held[end:]
         return Found(said, calls)
 
-    def _part(self, begin: str, text: str, *, last: bool) -> _Part | None:
+    def _next_begin(self, place: int) -> re.Match[str] | None:
+        """Return the next begin mark of the held text; None also if too many marks began no call."""
+        if self._without_call >= _MOST_WITHOUT_CALL:
+            return None
+        return self._begin.search(self._held, place)
+
+    def _part(self, begin: re.Match[str], *, last: bool) -> _Part | None:
         """Return the part behind a begin mark; without calls if it is text. None: its end is still missing."""
+        text, start = self._held, begin.end()
         is_open = False
         for form in self.forms:
             for own, end in form.marks:
-                if own != begin:
+                if own != begin[0]:
                     continue
-                place = _place(text, end or begin, quoted=form.quoted)
+                place = _place(text, end or own, start, quoted=form.quoted)
                 if place is None and not last:
                     is_open = True
                     continue
                 if place is None and form.must_end:
                     continue
-                inner = text if place is None else text[:place]
-                if calls := self._read(form, inner):
-                    return _Part(calls, len(inner) if place is None else place + len(end))
-        return None if is_open else _Part([], 0)
+                if calls := self._read(form, text[start:place]):
+                    return _Part(calls, len(text) if place is None else place + len(end))
+        return None if is_open else _Part([], start)
 
     def _read(self, form: CallForm, text: str) -> list[Call]:
         """Return the calls of offered tools, without those whose arguments have no form in JSON."""
@@ -148,9 +160,12 @@ class CallStream:
         return shown
 
 
-def _place(text: str, mark: str, *, quoted: bool) -> int | None:
-    """Return the place of a mark's first occurrence, outside of JSON strings if the text has them. None: there is none."""
-    start, inside = 0, False
+def _place(text: str, mark: str, start: int, *, quoted: bool) -> int | None:
+    """Return the place of a mark's first occurrence from `start` on. None: there is none.
+
+    quoted: whether the text has JSON strings, in which a mark does not count.
+    """
+    inside = False
     while (place := text.find(mark, start)) >= 0:
         quotes = _QUOTE.findall(text, start, place) if quoted else []
         inside ^= quotes.count('"') % 2 == 1
