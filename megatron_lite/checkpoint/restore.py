@@ -35,7 +35,7 @@ from megatron_lite.checkpoint.state import (
 )
 from megatron_lite.checkpoint.weights import load_weights, read_rows, shifted
 from megatron_lite.engine import Engine
-from megatron_lite.models.trainable import refuse_two_widths, refuse_whole
+from megatron_lite.models.trainable import refuse_scores, refuse_two_widths, refuse_whole
 from megatron_lite.settings.config import Settings
 
 
@@ -172,8 +172,12 @@ def open_language_model(place: str) -> Source:
 
 
 def open_weights(place: str) -> Start:
-    """Open the weights of a checkpoint, without optimizer state. Raises the errors of open_language_model."""
+    """Open the weights of a checkpoint with a head for words, without optimizer state.
+
+    Raises the errors of open_language_model; NotExpressible for a model with a head of scores.
+    """
     source = open_language_model(place)
+    refuse_scores(source.header.config, place)
     tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
     return Start(
         place,

@@ -13,6 +13,7 @@ from formats.regular_files import read_json
 from megaconv.adapters.peft_files import CONFIG
 from megaconv.errors import UsageError
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.contradictions import flag_name
 
 STATE = "trainer_state.json"
 """The file with the progress of a run that trains adapters."""
@@ -25,10 +26,15 @@ def check_same_run(settings: Settings, saved: str, before: Mapping[str, Any]) ->
         return
     if "load" in before:
         check_same_start(settings, saved, before["load"])
-    for name, value in (("dpo", settings.dpo.dpo), ("grpo", settings.grpo.grpo)):
+    objectives = {
+        "dpo": settings.dpo.dpo,
+        "reward_modeling": settings.rewards.reward_modeling,
+        "grpo": settings.grpo.grpo,
+    }
+    for name, value in objectives.items():
         if name in before and bool(before[name]) != value:
             trained = "without" if value else "with"
-            raise UsageError(f"--save {saved}: holds a run {trained} --{name}; {_REMEDY}")
+            raise UsageError(f"--save {saved}: holds a run {trained} {flag_name(name)}; {_REMEDY}")
 
 
 def check_same_start(settings: Settings, saved: str, before: str | None) -> None:

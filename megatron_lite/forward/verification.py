@@ -30,7 +30,7 @@ from megatron_lite.forward.rows import (
     windows,
 )
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.trainable import refuse_two_widths, refuse_whole
+from megatron_lite.models.trainable import refuse_scores, refuse_two_widths, refuse_whole
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def _open(place: str, loader: str | None, options: LoadOptions) -> _Opened:
     source = open_source(input_at(place, found, loader, options), options)
     config = source.header.config
     refuse_whole(config, place)
+    refuse_scores(config, place)
     if source.header.layout is None:
         refuse_two_widths(config, place)
     tensors = {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}

@@ -67,6 +67,7 @@ def next_commands(run: Run) -> Iterator[str]:
         yield f"  merge     megaconv merge {saving.load} {saving.save} --save-dir {model}"
     else:
         model = saving.save
-        yield _talk(run, f"--load {model}")
+        if not run.config.has("scores"):
+            yield _talk(run, f"--load {model}")
         yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
     yield f"  publish   megaconv push {model} USER/NAME"

@@ -153,6 +153,7 @@ def _basis(settings: Settings, place: Place, *, finetune: bool) -> Basis:
     extra_ids = objective.extra_ids(settings)
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start, extra_ids))
     config, dropouts = _model(settings, start, tokenizer)
+    config = objective.described(config, tokenizer)
     data = all_or_none(lambda: objective.read(settings, tokenizer))
     adapters = once_a_node(lambda: find_adapters(settings, config), place.node)
     return Basis(objective, start, adapters, tokenizer, config, dropouts, data)

@@ -20,6 +20,7 @@ from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.offload import Offload
 from megatron_lite.models.passes import Pass
+from megatron_lite.models.score_head import ScoreHead
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.tensor import Norm
 
@@ -88,7 +89,12 @@ class ModelChunk(Network):
         self.decoder = self.make_decoder(plan, chunk)
         self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and embeds
-        self.output_layer = Head(plan, shares_embedding=shares) if chunk.is_last else None
+        self.output_layer: Head | ScoreHead | None = None
+        if chunk.is_last:
+            has_scores = plan.config.has("scores")
+            self.output_layer = (
+                ScoreHead(plan) if has_scores else Head(plan, shares_embedding=shares)
+            )
 
     def make_decoder(self, plan: Plan, chunk: Chunk) -> Stack:
         """Return this stage's layers."""
@@ -107,7 +113,8 @@ class ModelChunk(Network):
         yield from self.mtp.layers if self.mtp is not None else ()
 
     def shared(self) -> Iterator[nn.Module]:
-        yield from tied_embedding(self.embedding, self.output_layer)
+        if isinstance(self.output_layer, Head):
+            yield from tied_embedding(self.embedding, self.output_layer)
 
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """Run the stage. taken: output of the previous stage.
@@ -146,7 +153,7 @@ class ModelChunk(Network):
     def label_losses(
         self, given: Payload, labels: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        assert self.output_layer is not None
+        assert isinstance(self.output_layer, Head)
         made: tuple[Tensor, Tensor] = self.output_layer(given[0], self._shared(), labels, weights)
         return made
 
@@ -168,8 +175,14 @@ class ModelChunk(Network):
 
         return embed
 
+    def scores(self, given: Payload, run: Pass) -> Tensor:
+        """Return float32 [batch, labels]: the head's scores of the tokens whose weight in the pass is 1, one in each row."""
+        assert isinstance(self.output_layer, ScoreHead)
+        found: Tensor = self.output_layer(given[0], run.label_weights(), run.context)
+        return found
+
     def logits(self, given: Payload) -> Tensor:
-        assert self.output_layer is not None
+        assert isinstance(self.output_layer, Head)
         return self.output_layer.logits(given[0], self._shared())
 
     def _shared(self) -> Tensor | None:

@@ -91,7 +91,6 @@ NOT_COMPUTED = {
     "shared_index": "layers that share the positions that an indexer selected",
     "growing_queries": "queries that grow with the position by learned numbers",
     "scaled_frequencies": "learned factors on the frequencies of rope",
-    "scores": "a head of scores, as reward models and critics have it",
     "normalized_head": "a head whose rows are divided by their lengths",
     "block_indexer": "indexers that select blocks of keys",
     "head_gate qkv_bias": "gates of whole heads beside biases of q, k and v",
@@ -330,6 +329,15 @@ def refuse_two_widths(config: ModelConfig, place: str) -> None:
         raise CorruptCheckpoint(
             f"{place}: {CONFIG_NAME} has head_dim {given!r} and qk_rope_head_dim {rope_dim}, two words for the width that rotates; "
             "leave head_dim out"
+        )
+
+
+def refuse_scores(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model without a head for words. place: the path it was read from."""
+    if config.has("scores"):
+        raise NotExpressible(
+            f"{place}: the model has a head of scores, as reward models and critics have it, and no head for words; it can be trained "
+            "with --reward-modeling alone"
         )
 
 

@@ -12,10 +12,12 @@ from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.objectives.passages import Passages
 from megatron_lite.objectives.policy import Completed
 from megatron_lite.objectives.retro import RetroText
+from megatron_lite.objectives.scored_pairs import ScoredPairs
 from megatron_lite.settings.config import Settings
 
 OBJECTIVES: tuple[type[Objective], ...] = (
     Pairs,
+    ScoredPairs,
     Completed,
     Answers,
     Passages,

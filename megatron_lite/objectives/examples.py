@@ -70,6 +70,8 @@ class ExampleData(TrainingData):
     pairs: bool
     packed: Packed | None = None
     """None before `fitted`."""
+    scored: bool = False
+    """True if a sample needs room for the last token of an example too, whose output gets a score."""
 
     @property
     def longest(self) -> int:
@@ -95,8 +97,9 @@ class ExampleData(TrainingData):
                 "--split divides --finetune-data; with --valid-finetune-data there is nothing to divide"
             )
         cut: Callable[[Examples, int], Pieces] = pairs_for if self.pairs else pieces_for
-        train = cut(self.train, sizes.seq)
-        valid = cut(self.valid, sizes.seq) if self.valid else None
+        predicted = sizes.seq - int(self.scored)
+        train = cut(self.train, predicted)
+        valid = cut(self.valid, predicted) if self.valid else None
         packed = Packed(train, valid)
         seed, split = settings.training.seed, settings.data.split
 

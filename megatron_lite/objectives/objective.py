@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start, load
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import Sampling, check_sources
@@ -14,6 +15,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
+from megatron_lite.models.trainable import refuse_scores
 from megatron_lite.objectives.corpus import Corpus
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
@@ -59,6 +61,8 @@ class Objective:
             raise UsageError(
                 "the checkpoint is a model for a task, without a head for words; give --task and its files"
             )
+        if start is not None:
+            refuse_scores(start.config, start.path)
         return start
 
     def extra_ids(self, settings: Settings) -> int | None:
@@ -67,6 +71,10 @@ class Objective:
         None: nothing is added.
         """
         return None
+
+    def described(self, config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
+        """Return the model's configuration with the tokens of the tokenizer that the objective needs in it."""
+        return config
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         """Read the data that is read at once; corpora are opened later. Raises UsageError, CorruptCheckpoint."""

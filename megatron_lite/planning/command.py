@@ -14,7 +14,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
-from megatron_lite.models.trainable import refuse_whole
+from megatron_lite.models.trainable import refuse_scores, refuse_whole
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
 from megatron_lite.settings.architecture import check_against, model_from_flags
@@ -85,9 +85,10 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not precision.chosen:
         settings = replace(settings, precision=replace(precision, bf16=True))
-    if settings.lora.wanted or settings.dpo.dpo or settings.grpo.grpo:
+    compares = settings.dpo.dpo or settings.rewards.reward_modeling
+    if settings.lora.wanted or compares or settings.grpo.grpo:
         raise NotExpressible(
-            "adapters, --dpo and --grpo can't be planned yet; leave their flags out"
+            "adapters, --dpo, --reward-modeling and --grpo can't be planned yet; leave their flags out"
         )
     check_objective_flags(settings)
     options = model_options(settings, NO_DROPOUT)
@@ -115,6 +116,7 @@ def _model(settings: Settings) -> ModelConfig:
         return model_from_flags(settings, settings.model.vocab_size)
     config = read_model(load)
     refuse_whole(config, load)
+    refuse_scores(config, load)
     check_against(settings, config, {}, load)
     return config
 

@@ -12,7 +12,7 @@ from formats.stores.addresses import is_store
 from megaconv.local_paths import local_word
 from megatron_lite.settings.flag import flag
 from megatron_lite.settings.grpo import Grpo
-from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Tasks
+from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Rewards, Tasks
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.optimization import Optimizer, Precision
 from megatron_lite.settings.options import ATTENTION
@@ -190,6 +190,7 @@ class Settings:
     recompute: Recompute = Recompute()
     data: Data = Data()
     dpo: Dpo = Dpo()
+    rewards: Rewards = Rewards()
     grpo: Grpo = Grpo()
     masked: Masked = Masked()
     tasks: Tasks = Tasks()

@@ -58,6 +58,7 @@ settings in files:
 _ADAPTERS = """\
   --lora-rank N                 train LoRA adapters; the model's weights stay as they are
   --dpo                         learn from pairs of a chosen and a rejected answer
+  --reward-modeling             train a reward model on pairs of a chosen and a rejected answer
   --grpo --reward FILE.py:F     learn from rewards of the model's own completions of prompts
 """
 

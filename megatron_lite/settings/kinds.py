@@ -15,6 +15,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "mock_data": "there are no random sentences; give --data-path",
     "finetune_data": "examples are for models that predict the next token",
     "dpo": "it gives no answers that could be compared",
+    "reward_modeling": "it gives no answers that could be scored",
     "grpo": "it completes no prompts",
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
     "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,

@@ -108,6 +108,23 @@ class Dpo:
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """Reward modeling: a head of scores learns from pairs of answers"""
+
+    reward_modeling: bool = flag(
+        False,
+        "--finetune-data holds pairs of a chosen and a rejected answer; --load is a reward model, or a language model whose head for "
+        "words a new head of scores replaces",
+        samples=True,
+    )
+    center_rewards_coefficient: float = flag(
+        0.0,
+        "coefficient of the squared sum of a pair's scores, which keeps scores near 0",
+        samples=True,
+    )
+
+
+@dataclass(frozen=True)
 class Masked:
     """Masked words, for --model-type bert and t5 on data from preprocess --split-sentences"""
 

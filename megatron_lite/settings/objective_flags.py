@@ -16,7 +16,7 @@ OTHER_DATA = (
 
 def check_objective_flags(settings: Settings) -> None:
     """Raise UsageError for the first flag of an objective that is wrong, or that the run's objective does not use."""
-    for judge in (_pairs, _policy, _task, _of_package):
+    for judge in (_pairs, _rewards, _policy, _task, _of_package):
         for wrong, message in judge(settings):
             if wrong:
                 raise UsageError(message)
@@ -47,6 +47,40 @@ def _pairs(settings: Settings) -> Judged:
     yield (
         smoothing and dpo.dpo_loss != "sigmoid",
         "--dpo-label-smoothing requires --dpo-loss sigmoid",
+    )
+    yield (
+        settings.data.finetune_form is not None,
+        "--finetune-form names a form of examples; pairs have their own, so leave it out",
+    )
+
+
+def _rewards(settings: Settings) -> Judged:
+    """Checks of reward modeling."""
+    rewards, coefficient = settings.rewards, settings.rewards.center_rewards_coefficient
+    if not rewards.reward_modeling:
+        for name in vars(rewards):
+            yield name in settings.given, f"{flag_name(name)} requires --reward-modeling"
+        return
+    for other, asked in (("--dpo", settings.dpo.dpo), ("--grpo", settings.grpo.grpo)):
+        yield (
+            asked,
+            f"--reward-modeling and {other} are two objectives; leave one of them out",
+        )
+    yield (
+        not settings.data.finetune_data,
+        "--reward-modeling learns from pairs of --finetune-data, which is missing",
+    )
+    yield (
+        settings.checkpointing.load is None,
+        "--reward-modeling needs --load: a language model or a reward model to start from",
+    )
+    yield (
+        not 0 <= coefficient < float("inf"),
+        f"--center-rewards-coefficient {coefficient:g} must be 0 or more",
+    )
+    yield (
+        settings.lora.wanted,
+        "--reward-modeling trains all weights, because its head is new; adapters can't be combined with it yet",
     )
     yield (
         settings.data.finetune_form is not None,
@@ -192,6 +226,7 @@ def _of_package(settings: Settings) -> Judged:
         return
     others = (
         ("--dpo", settings.dpo.dpo),
+        ("--reward-modeling", settings.rewards.reward_modeling),
         ("--grpo", settings.grpo.grpo),
         ("--task", settings.tasks.task),
     )

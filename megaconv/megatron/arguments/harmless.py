@@ -278,8 +278,9 @@ _BY_REASON: Mapping[str, str] = {
         num_labels problem_type task_type
     """,
     "flags of megatron_lite, which mean the same as Megatron's": """
-        bert_no_binary_head compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss dpo_reference_cache epochs
-        beta epsilon epsilon_high grpo loss_type max_completion_length num_generations num_iterations reward reward_weights
+        bert_no_binary_head center_rewards_coefficient compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss
+        dpo_reference_cache epochs
+        beta epsilon epsilon_high grpo loss_type max_completion_length num_generations num_iterations reward reward_modeling reward_weights
         scale_rewards temperature use_bias_correction_kl
         finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha
         lora_dropout lora_load lora_rank lora_rslora lora_targets metrics_file no_bias_gelu_fusion

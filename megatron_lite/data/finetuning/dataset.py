@@ -81,6 +81,8 @@ class PairSample(NamedTuple):
     """[2, seq_length]."""
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.float32]
+    lengths: NDArray[np.int64]
+    """[2]: tokens of each row, with its last label."""
     reference: NDArray[np.float64]
     """[2]: log-probabilities under the reference model; empty if they are not known yet."""
 
@@ -106,6 +108,7 @@ class PairDataset:
         tokens = np.zeros(shape, np.int64)
         labels = np.zeros(shape, np.int64)
         loss_mask = np.zeros(shape, np.float32)
+        lengths = np.zeros(2, np.int64)
         examples = self.pieces.examples
         for row in (0, 1):
             answer = 2 * number + row
@@ -115,11 +118,12 @@ class PairDataset:
             read = slice(first, last - 1)
             predicted = slice(first + 1, last)
             filled = row, slice(last - first - 1)
+            lengths[row] = last - first
             tokens[filled] = examples.tokens[read]
             labels[filled] = examples.tokens[predicted]
             loss_mask[filled] = examples.learned[predicted]
         known = np.zeros(0) if self.reference is None else self.reference[number]
-        return PairSample(tokens, labels, loss_mask, known)
+        return PairSample(tokens, labels, loss_mask, lengths, known)
 
 
 def pair_dataset(

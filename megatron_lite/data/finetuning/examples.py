@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 
 import numpy as np
@@ -177,6 +177,22 @@ def read_examples(
     )
 
 
+def without_end(examples: Examples, token: int | None) -> Examples:
+    """Return the examples without a token at their ends, however often it stands there."""
+    kept = np.ones(len(examples.tokens), bool)
+    for start, end in pairwise(examples.bounds.tolist()):
+        while end > start and examples.tokens[end - 1] == token:
+            end -= 1
+            kept[end] = False
+    before = np.concatenate(([0], np.cumsum(kept, dtype=np.int64)))
+    return replace(
+        examples,
+        tokens=examples.tokens[kept],
+        learned=examples.learned[kept],
+        bounds=before[examples.bounds],
+    )
+
+
 def _reason(record: Record, error: Exception) -> object:
     """The reason why a record is not an example: a tokenizer's own message about half a character doesn't name it."""
     try:
@@ -204,9 +220,7 @@ class _Encoder:
     def encode_pair(self, record: Record) -> list[Encoded]:
         """Return the chosen and the rejected answer, or [] if they are equal. Raises the same errors as encode."""
         if isinstance(record.content, str):
-            raise BadRecord(
-                "is plain text; --dpo learns from records with a chosen and a rejected answer"
-            )
+            raise BadRecord("is plain text; pairs are records with a chosen and a rejected answer")
         pair = read_pair(read_fields(record.content))
         self.unread.update(pair.unread)
         chosen, rejected = self._example(pair.chosen), self._example(pair.rejected)

@@ -157,7 +157,9 @@ def _form_of(record: Mapping[str, Any], wanted: str | None) -> Form:
         if all(name in record for name in form.fields):
             return form
     if "chosen" in record and "rejected" in record:
-        raise BadRecord("is a pair of a chosen and a rejected answer; --dpo learns from pairs")
+        raise BadRecord(
+            "is a pair of a chosen and a rejected answer; --dpo learns from pairs, and so does --reward-modeling"
+        )
     forms = "; ".join(dict.fromkeys(listed(form.fields) for form in candidates))
     raise BadRecord(
         f"has {listed(record) or 'no fields'}, but not the fields of an example: {forms}"

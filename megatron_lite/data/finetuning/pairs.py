@@ -47,7 +47,7 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
     missing = [name for name in ANSWERS if name not in there]
     if missing:
         raise BadRecord(
-            f"has {listed(there) or 'no fields'}, but no {listed(missing)}: --dpo learns from pairs of answers"
+            f"has {listed(there) or 'no fields'}, but no {listed(missing)}: a pair has a chosen and a rejected answer"
         )
     empty = [name for name in ANSWERS if not there[name] and isinstance(there[name], str)]
     if empty:

@@ -1,0 +1,153 @@
+"""Runs of reward modeling: what they say, save and refuse; they go on to the same bits, and transformers gives the same scores."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megaconv
+from megaconv.checkpoint import open_checkpoint
+from megatron_lite.data.finetuning.examples import Examples, without_end
+from tests.trainer.loop.launches import LLAMA, metrics, train
+from tests.trainer.loop.test_manners import refused
+from tests.trainer.loop.test_runs import kill_and_resume
+
+PEFT = Path(__file__).parents[2] / "fixtures"
+BASE = PEFT / "peft-llama-all-linear" / "base"
+WORDS = (
+    "finetune --finetune-data pairs.jsonl --reward-modeling --seq-length 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 "
+    "--global-batch-size 8 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --make-vocab-size-divisible-by 2 --fp32"
+)
+FIGURES = ("loss", "chosen_score", "rejected_score", "score_margin", "score_accuracy")
+COUNT = 8
+
+
+def write_pairs(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    records = [
+        {"prompt": f"{n} 2", "chosen": f"3 {n} 4", "rejected": f"{n} 5"}
+        for n in range(7, 7 + COUNT)
+    ]
+    (directory / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+
+def figures(directory: Path) -> list[list[float]]:
+    return [[line[name] for name in FIGURES] for line in metrics(directory) if "loss" in line]
+
+
+def scores_of_transformers(model: Path, rows: list[list[int]]) -> list[float]:
+    """The scores of one padded batch."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    read = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
+    padding, longest = read.config.pad_token_id, max(map(len, rows))
+    batch = [[*row, *[padding] * (longest - len(row))] for row in rows]
+    visible = [[1] * len(row) + [0] * (longest - len(row)) for row in rows]
+    with torch.no_grad():
+        scores = read(torch.tensor(batch), attention_mask=torch.tensor(visible)).logits
+    found: list[float] = scores.squeeze(1).tolist()
+    return found
+
+
+@pytest.mark.oracle
+def test_a_run_goes_on_to_the_same_bits_and_transformers_gives_the_same_scores(
+    tmp_path: Path,
+) -> None:
+    for name in ("whole", "same"):
+        write_pairs(tmp_path / name)
+    command = f"{WORDS} --load {BASE} --save ckpt --train-iters 4"
+    log = train(tmp_path / "whole", 1, command).log(0)
+    assert f"new: score.weight; left out of {BASE}: head.weight" in log
+    lines = re.findall(
+        r"^step +\d/4 .* loss (\S+) \| scores (\S+) chosen, (\S+) rejected, margin (\S+), accuracy (\S+)% \|",
+        log,
+        re.M,
+    )
+    assert len(lines) == 4
+    assert float(lines[-1][0]) < 0.5 * float(lines[0][0])
+    assert "perplexity" not in log
+
+    train(tmp_path / "same", 1, f"{command} --exit-interval 2")
+    again = train(tmp_path / "same", 1, f"{command} --resume").log(0)
+    assert "continuing after step 2, 16 samples" in again
+    assert "new:" not in again
+    assert figures(tmp_path / "same") == figures(tmp_path / "whole")
+    saved, model = tmp_path / "whole" / "ckpt", tmp_path / "model"
+    assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(saved)
+
+    megaconv.convert(saved, model, saver="hf")
+    described = json.loads((model / "config.json").read_text())
+    assert described["architectures"] == ["LlamaForSequenceClassification"]
+    assert described["id2label"] == {"0": "LABEL_0"}
+    # The next step begins from the model that transformers reads, at another layout.
+    write_pairs(tmp_path / "next")
+    layout = "--tp 2 --sequence-parallel"
+    further = train(tmp_path / "next", 2, f"{WORDS} --load {model} --train-iters 1 {layout}").log(0)
+    assert "new:" not in further
+    chosen = [[n, 2, 3, n, 4] for n in range(7, 7 + COUNT)]
+    rejected = [[n, 2, n, 5] for n in range(7, 7 + COUNT)]
+    scores = np.array(scores_of_transformers(model, chosen + rejected)).reshape(2, COUNT)
+    _, of_chosen, of_rejected, margin, accuracy = figures(tmp_path / "next")[0]
+    assert (of_chosen, of_rejected) == pytest.approx(scores.mean(1).tolist(), rel=1e-5)
+    assert margin == pytest.approx((scores[0] - scores[1]).mean(), rel=1e-5)
+    assert accuracy == (scores[0] > scores[1]).mean()
+
+
+def test_a_killed_run_goes_on_to_the_same_bits_at_two_ranks(tmp_path: Path) -> None:
+    layout = "--tp 2 --sequence-parallel --save-interval 1 --resume"
+    command = f"{WORDS} --load {BASE} --save ckpt --train-iters 6 {layout}"
+    for name in ("whole", "same"):
+        write_pairs(tmp_path / name)
+    train(tmp_path / "whole", 2, command)
+    kill_and_resume(tmp_path / "same", 2, command, 1.5 + random.random() * 2)
+    assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(
+        tmp_path / "whole" / "ckpt"
+    )
+
+
+def test_the_new_head_has_the_standard_deviation_of_the_model_unless_a_flag_gives_one(
+    tmp_path: Path,
+) -> None:
+    for name, flags, expected in (("own", "", 0.1), ("given", "--init-method-std 0.5", 0.5)):
+        write_pairs(tmp_path / name)
+        command = f"{WORDS} --load {BASE} --train-iters 1 --save ckpt {flags}"
+        train(tmp_path / name, 1, command.replace("--lr 1e-2", "--lr 1e-12"))
+        drawn = open_checkpoint(tmp_path / name / "ckpt").load("score.weight")
+        assert drawn.shape == (1, 32)
+        assert drawn.std().item() == pytest.approx(expected, rel=0.4)
+
+
+def test_padding_at_the_end_of_a_text_is_no_token_of_it() -> None:
+    examples = Examples(
+        np.array([1, 9, 2, 9, 9, 9, 3, 4, 9], np.int32),
+        np.array([0, 0, 1, 1, 1, 0, 1, 1, 1], bool),
+        np.array([0, 5, 8, 9]),
+        np.zeros(3, bool),
+    )
+    found = without_end(examples, 9)
+    assert found.tokens.tolist() == [1, 9, 2, 9, 3, 4]
+    assert found.learned.tolist() == [False, False, True, False, True, True]
+    assert found.bounds.tolist() == [0, 3, 6, 6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--reward-modeling", "--reward-modeling needs --load: a language model or a reward model"),
+        ("--center-rewards-coefficient 0.1", "--center-rewards-coefficient requires --reward-modeling"),
+        (f"--reward-modeling --load {BASE} --center-rewards-coefficient -1", "--center-rewards-coefficient -1 must be 0 or more"),
+        (f"--reward-modeling --load {BASE} --dpo", "--reward-modeling and --dpo are two objectives"),
+        (f"--reward-modeling --load {BASE} --lora-rank 4", "adapters can't be combined with it yet"),
+    ],
+)  # fmt: skip
+def test_flags_that_contradict_each_other_are_refused(
+    flags: str, words: str, tmp_path: Path
+) -> None:
+    model = LLAMA.replace("--mock-data ", "")
+    assert words in refused(
+        tmp_path, f"pretrain {model} --finetune-data pairs.jsonl --train-iters 2 {flags}"
+    )
