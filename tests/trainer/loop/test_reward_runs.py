@@ -3,14 +3,22 @@
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
+from megaconv.errors import NotExpressible
+from megaconv.model.fields import changed
+from megatron_lite.checkpoint.restore import open_weights
 from megatron_lite.data.finetuning.examples import Examples, without_end
+from megatron_lite.objectives.score_head import with_score_head
+from megatron_lite.objectives.scored_pairs import ScoredPairs
 from tests.trainer.loop.launches import LLAMA, metrics, train
 from tests.trainer.loop.test_manners import refused
 from tests.trainer.loop.test_runs import kill_and_resume
@@ -95,6 +103,10 @@ def test_a_run_goes_on_to_the_same_bits_and_transformers_gives_the_same_scores(
     assert (of_chosen, of_rejected) == pytest.approx(scores.mean(1).tolist(), rel=1e-5)
     assert margin == pytest.approx((scores[0] - scores[1]).mean(), rel=1e-5)
     assert accuracy == (scores[0] > scores[1]).mean()
+    for_words = WORDS.replace("--reward-modeling", "--dpo")
+    assert "model: the model has a head of scores, as reward models and critics have it" in refused(
+        tmp_path / "next", f"{for_words} --load {model} --train-iters 1"
+    )
 
 
 def test_a_killed_run_goes_on_to_the_same_bits_at_two_ranks(tmp_path: Path) -> None:
@@ -119,6 +131,36 @@ def test_the_new_head_has_the_standard_deviation_of_the_model_unless_a_flag_give
         drawn = open_checkpoint(tmp_path / name / "ckpt").load("score.weight")
         assert drawn.shape == (1, 32)
         assert drawn.std().item() == pytest.approx(expected, rel=0.4)
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ({"head.labels": 3}, "has 3 labels of a text; --reward-modeling trains a head without a bias"),
+        ({"head.labels": 1, "head.labels_bias": True, "head.of_tokens": True}, "has 1 labels of each token and a bias"),
+    ],
+)  # fmt: skip
+def test_heads_with_other_scores_are_refused(head: dict[str, Any], words: str) -> None:
+    found = open_weights(str(BASE))
+    header = replace(found.header, config=changed(found.config, head | {"tie_embeddings": False}))
+    with pytest.raises(NotExpressible, match=words):
+        with_score_head(replace(found, header=header), 0.02, 1, print)
+
+
+def test_a_family_without_a_class_for_rewards_is_refused() -> None:
+    found = open_weights(str(BASE))
+    header = replace(found.header, config=replace(found.config, family="bitnet"))
+    with pytest.raises(NotExpressible, match="no ForSequenceClassification with a head of scores"):
+        with_score_head(replace(found, header=header), 0.02, 1, print)
+
+
+@pytest.mark.parametrize(("pad", "expected"), [(5, 5), (None, 2)])
+def test_the_token_of_padding_is_the_tokenizers_else_the_end_of_text(
+    pad: int | None, expected: int
+) -> None:
+    tokenizer: Any = SimpleNamespace(pad=pad, eod=2)
+    config = ScoredPairs().described(open_checkpoint(BASE).config, tokenizer)
+    assert config.pad_token_id == expected
 
 
 def test_padding_at_the_end_of_a_text_is_no_token_of_it() -> None:
