@@ -147,7 +147,7 @@ def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixt
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4
     assert "--world-size 0 must be 1 or more" in errors[3]
-    assert "adapters, --dpo and --grpo can't be planned yet" in errors[2]
+    assert "adapters, --dpo, --reward-modeling and --grpo can't be planned yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())
