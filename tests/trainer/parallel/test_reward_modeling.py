@@ -42,6 +42,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
     sequence_parallel: bool = False
     sharding: str | None = None
     recompute: Recompute = Recompute()  # noqa: RUF009  # frozen
@@ -56,7 +57,7 @@ class Case:
     def __str__(self) -> str:
         words = [
             f"{name}{getattr(self, name)}"
-            for name in ("tp", "pp", "dp", "cp")
+            for name in ("tp", "pp", "dp", "cp", "ep")
             if getattr(self, name) > 1
         ]
         sequence = ["sp"] if self.sequence_parallel else []
@@ -106,6 +107,7 @@ def make(case: Case, place: Path) -> Engine:
         case.tp,
         case.pp,
         1,
+        ep=case.ep,
         stage_layers=split_layers(source.config.layer_count, case.pp, 1, LayerSplit()),
     )
     has_experts = source.config.experts.count > 0
@@ -220,6 +222,7 @@ FURTHER = [
     Case(tp=2, cp=2, sequence_parallel=True, sharding="optim"),
     Case(model="gpt2-conv1d", pp=2, tp=2, sequence_parallel=True, center=0.05),
     Case(model="mixtral-experts", tp=2, sequence_parallel=True),
+    Case(model="mixtral-experts", dp=2, ep=2),
 ]
 
 
