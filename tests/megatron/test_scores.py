@@ -226,6 +226,21 @@ def test_other_numbers_of_labels_are_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("labels", "ckpt_format"), [(128, "torch"), (256, "torch_dist")])
+def test_a_head_that_looks_like_one_for_words_is_refused(
+    labels: int, ckpt_format: str, tmp_path: Path
+) -> None:
+    """At tp 2, the vocabulary of 131 is padded to 256 rows. A rank's file has 128 of them."""
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels)
+    core = tmp_path / "core"
+    command = ("convert", hf, core, "--saver", "core", "--ckpt-format", ckpt_format)
+    assert_refused(run(*command, "--tp", 2), 2, f"has {labels} labels", "choose another --tp")
+    smaller = ("--tp", 2, "--make-vocab-size-divisible-by", 2)
+    assert run(*command, *smaller).status == 0
+    megaconv.convert(core, tmp_path / "back", saver="hf")
+    assert_same_model(tmp_path / "back", hf)
+
+
 def test_the_classes_are_those_of_transformers() -> None:
     """All classes for a family's models whose head has the name `score`."""
     listed = {

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.size_tensors import SizeTensors
 from megaconv.megatron.states.ranks import Weights
+from megaconv.model.config import ModelConfig
 
 CLASSIFICATION, MULTIPLE_CHOICE = "classification_head.weight", "multichoice_head.weight"
 """Heads on a BERT's pooled first token, with the same names in core and legacy models."""
@@ -61,3 +63,15 @@ def find_scores(first: Weights, last: Weights, names: SizeTensors) -> dict[str, 
         "head.of_tokens": has_bias,
         "tie_embeddings": False,
     }
+
+
+def require_scores_shown(config: ModelConfig, embedding_rows: int) -> None:
+    """Raise NotExpressible if find_scores would read a model's head of scores as one for words.
+
+    embedding_rows: of the embedding in one file, with padding.
+    """
+    if config.head.labels == embedding_rows:
+        raise NotExpressible(
+            f"the head has {embedding_rows} labels, as many as the embedding has rows (with padding), so that Megatron's files don't show "
+            "that it gives scores; choose another --tp or --make-vocab-size-divisible-by"
+        )

@@ -17,6 +17,7 @@ from formats.output import FileLayout, PlainFile
 from formats.tensor import ITEMSIZE, Box, Shape
 from megaconv.engine.plan import OutputPlan, Placement, native_shift
 from megaconv.errors import LayoutError
+from megaconv.megatron.arguments.head_sizes import require_scores_shown
 from megaconv.megatron.arguments.sparse import INDEXER_ORDER
 from megaconv.megatron.distributed.bridge_files import CONTENT, bridge_files
 from megaconv.megatron.distributed.chunks import PlannedChunk
@@ -49,6 +50,7 @@ def plan_dist(header: Header, options: SaveOptions, layout: Layout) -> OutputPla
     for_bridge = is_for_bridge(options)
     header = at_iteration(header, options, without_releases=for_bridge)
     arguments = _arguments(header, options, layout)
+    require_scores_shown(header.config, arguments.padded_vocab_size)
     kept = output_training(
         header, layout, keeps_rng=layout.ep == 1, distributed=bool(options.distributed_optimizer)
     )
