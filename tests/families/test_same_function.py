@@ -59,6 +59,7 @@ PARTNERS: dict[str, dict[str, Any]] = {
         "compressed.out_groups": 2,
         "compressed.out_rank": 3,
     },
+    "head.labels": {"tie_embeddings": False},
     "head.classes": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
     "head.choices": {"head.activation": "", "head.binary": False, "tie_embeddings": False},
 }
