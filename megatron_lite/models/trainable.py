@@ -187,7 +187,7 @@ def check_computed(config: ModelConfig) -> None:
     _check_family(config.family)
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
-            raise NotExpressible(f"the model has {what}, which can't be trained yet")
+            raise NotExpressible(f"the model has {what}, which megatron_lite can't compute yet")
     if config.experts.count:
         _check_groups(config.experts)
     if config.has("rope"):
