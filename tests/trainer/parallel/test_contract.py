@@ -396,7 +396,9 @@ def test_features_that_the_decoder_does_not_compute_are_refused_by_name(
     fields: dict[str, Any], what: str
 ) -> None:
     model = changed(MODELS["llama"], {"layers.count": 4, **fields})
-    with pytest.raises(NotExpressible, match=f"the model has {what}, which megatron_lite can't compute yet"):
+    with pytest.raises(
+        NotExpressible, match=f"the model has {what}, which megatron_lite can't compute yet"
+    ):
         make_plan(model, Layout(stage_layers=(4,)), ModelOptions(), TensorGroup())
 
 
