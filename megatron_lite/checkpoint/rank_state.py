@@ -67,7 +67,8 @@ def rank_snapshot(
         )
     for chunk, model in enumerate(models):
         key = "model" if len(models) == 1 else f"model{chunk}"
-        state[key] = _sorted(_entries(model), order)
+        entries = _entries(model, has_scores=engine.config.has("scores"))
+        state[key] = _sorted(entries, order)
     weights: list[SharedTensor] = []
     for model in models:
         weights += model.values()
@@ -91,10 +92,14 @@ def _optimizer(
     return optimizers(groups, listed, models, slots, expert_groups=expert_groups)
 
 
-def _entries(model: Mapping[str, SharedTensor]) -> dict[str, Any]:
-    """Return the content of one chunk: its tensors, and the extra states, which are empty."""
+def _entries(model: Mapping[str, SharedTensor], *, has_scores: bool) -> dict[str, Any]:
+    """Return the content of one chunk: its tensors, and the extra states, which are empty.
+
+    has_scores: True if the model has a head of scores, which has no extra state.
+    """
     tensors = {name: tensor.placeholder for name, tensor in model.items()}
-    return {**tensors, **dict.fromkeys(extra_states(model), None)}
+    states = extra_states(model, has_scores=has_scores)
+    return {**tensors, **dict.fromkeys(states, None)}
 
 
 def _sorted(entries: Mapping[str, T], order: Callable[[str], Any]) -> OrderedDict[str, T]:

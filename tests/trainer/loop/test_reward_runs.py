@@ -19,6 +19,7 @@ from megatron_lite.checkpoint.restore import open_weights
 from megatron_lite.data.finetuning.examples import Examples, without_end
 from megatron_lite.objectives.score_head import with_score_head
 from megatron_lite.objectives.scored_pairs import ScoredPairs
+from tests.megatron_oracle import Megatron
 from tests.trainer.loop.launches import LLAMA, metrics, train
 from tests.trainer.loop.test_manners import refused
 from tests.trainer.loop.test_runs import kill_and_resume
@@ -59,6 +60,30 @@ def scores_of_transformers(model: Path, rows: list[list[int]]) -> list[float]:
         scores = read(torch.tensor(batch), attention_mask=torch.tensor(visible)).logits
     found: list[float] = scores.squeeze(1).tolist()
     return found
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_megatron_core_loads_a_trained_reward_model_and_gives_its_scores(
+    ckpt_format: str, megatron: Megatron, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    write_pairs(tmp_path)
+    words = f"{WORDS} --load {BASE} --save ckpt --train-iters 2 --tensor-model-parallel-size 2"
+    form = f"--ckpt-format {ckpt_format} --no-save-optim --transformer-impl local"
+    train(tmp_path, 2, f"{words} {form}")
+    megaconv.convert(tmp_path / "ckpt", tmp_path / "hf", saver="hf")
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    ).eval()
+    tokens = torch.arange(2, 26).view(2, 12)
+    with torch.no_grad():
+        expected = model.score(model.base_model(input_ids=tokens).last_hidden_state)
+    assert expected.std() > 0.1
+    found = megatron.logits(tmp_path / "ckpt", tokens)
+    assert (found - expected).abs().max().item() <= 1e-4
 
 
 @pytest.mark.oracle
