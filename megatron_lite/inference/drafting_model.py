@@ -121,26 +121,40 @@ class DraftingModel(EngineModel):
         """Return int64 [feeds, count]: the drafts on the last stage, zeros on others."""
         if not self._is_last:
             return self._no_drafts(len(feeds), count)
-        chunk, device = self.engine.chunks[-1], self.grid.device
-        assert isinstance(chunk, ModelChunk), "other networks have no MTP layers"
-        lengths = [len(feed.tokens) for feed in feeds]
+        device = self.grid.device
         slots = [feed.slot for feed in feeds]
         starts = [feed.start for feed in feeds]
+        lengths = [len(feed.tokens) for feed in feeds]
         tokens = padded([feed.tokens for feed in feeds]).to(device)
         hidden = self._kept(feeds, tokens.shape[1])
-        rows = torch.arange(len(feeds), device=device)
-        ends = torch.tensor(lengths, device=device) - 1
+        last_tokens = torch.tensor(lengths, device=device) - 1
         found: list[Tensor] = []
-        while True:
+        for _ in range(count):
             positions = self.cache.select(slots, starts, tokens.shape[1], device, keeps_states=True)
-            batch = Microbatch(tokens, tokens, positions=positions)
-            made = chunk.predicted(hidden, self.engine.make_pass(batch, self.cache))
-            hidden = made[ends, rows].unsqueeze(0)
-            found.append(chunk.logits((hidden,))[:, 0].argmax(-1))
-            if len(found) == count:
-                return torch.stack(found, 1)
+            hidden, drafts = self._predicted(hidden, tokens, positions, last_tokens)
+            found.append(drafts)
+            # From here on, each row has one token: its own draft.
             starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-            tokens, lengths, ends = found[-1].unsqueeze(1), [1] * len(feeds), torch.zeros_like(ends)
+            lengths = [1] * len(feeds)
+            tokens = drafts.unsqueeze(1)
+            last_tokens = torch.zeros_like(last_tokens)
+        return torch.stack(found, 1)
+
+    def _predicted(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, last_tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (the MTP layer's output [1, rows, hidden], the likeliest next tokens [rows]) at each row's last token.
+
+        hidden: [tokens, rows, hidden] of the tokens before. tokens: [rows, tokens].
+        """
+        chunk = self.engine.chunks[-1]
+        assert isinstance(chunk, ModelChunk), "other networks have no MTP layers"
+        batch = Microbatch(tokens, tokens, positions=positions)
+        made = chunk.predicted(hidden, self.engine.make_pass(batch, self.cache))
+        rows = torch.arange(len(tokens), device=tokens.device)
+        last = made[last_tokens, rows].unsqueeze(0)
+        logits = chunk.logits((last,))
+        return last, logits[:, 0].argmax(-1)
 
     def _kept(self, feeds: Sequence[Feed], longest: int) -> Tensor:
         """Return [longest, feeds, hidden]: the last stage's output for the tokens before those of the feeds.

@@ -16,12 +16,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megaconv.errors import NotExpressible
-from megaconv.model.config import ModelConfig
-from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
+from megatron_lite.objectives.paired_rows import PairCriterion, counted_once
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.payload import Payload
@@ -45,22 +42,11 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class PairLoss(Criterion):
-    """The loss of pairs. Each two consecutive rows are a pair of a chosen and a rejected answer."""
+class PairLoss(PairCriterion):
+    """The loss of pairs."""
 
+    figures = FIGURES
     options: Preference
-
-    def check(self, config: ModelConfig) -> None:
-        if config.mtp_layers:
-            raise NotExpressible(
-                "the model predicts further tokens, which can't be trained on pairs of answers yet"
-            )
-
-    def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
-        return "loss", *FIGURES
-
-    def counts(self, batch: Microbatch) -> int:
-        return len(batch.tokens) // 2
 
     def loss(
         self, stage: Network, given: Payload, run: Pass
@@ -75,12 +61,7 @@ class PairLoss(Criterion):
         compared = compare(losses, counting, run.extras[REFERENCE], self.options, run.context)
         weights = counting * compared.weights.unsqueeze(1) * run.share
         total, _ = stage.label_losses(given, run.labels, weights)
-        # All context ranks have the same pairs, so only the first counts them.
-        once = float(run.context is None or run.context.rank == 0)
-        return total, {
-            name: Counted(found, torch.full_like(found, once))
-            for name, found in compared.figures.items()
-        }
+        return total, counted_once(compared.figures, run)
 
 
 class Compared(NamedTuple):

@@ -7,17 +7,13 @@ sum, which keeps scores near 0 (arXiv:2312.09244). Source: RewardTrainer of TRL 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megaconv.errors import NotExpressible
-from megaconv.model.config import ModelConfig
-from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.chunk import ModelChunk
-from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
+from megatron_lite.objectives.paired_rows import PairCriterion, counted_once
 from megatron_lite.parallel.payload import Payload
 
 FIGURES = ("chosen_score", "rejected_score", "score_margin", "score_accuracy")
@@ -25,26 +21,15 @@ FIGURES = ("chosen_score", "rejected_score", "score_margin", "score_accuracy")
 
 
 @dataclass(frozen=True)
-class ScoreLoss(Criterion):
-    """The loss of scored pairs. Each two consecutive rows are a chosen and a rejected answer.
+class ScoreLoss(PairCriterion):
+    """The loss of scored pairs.
 
     A microbatch's loss mask is 1 at the last token of each row, else 0. Its labels are unused.
     """
 
+    figures = FIGURES
     center: float = 0.0
     """Coefficient of the squared sum of a pair's scores."""
-
-    def check(self, config: ModelConfig) -> None:
-        if config.mtp_layers:
-            raise NotExpressible(
-                "the model predicts further tokens, which can't be trained with a head of scores"
-            )
-
-    def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
-        return "loss", *FIGURES
-
-    def counts(self, batch: Microbatch) -> int:
-        return len(batch.tokens) // 2
 
     def loss(
         self, stage: Network, given: Payload, run: Pass
@@ -60,12 +45,7 @@ class ScoreLoss(Criterion):
             "score_margin": chosen - rejected,
             "score_accuracy": (chosen > rejected).float(),
         }
-        # All context ranks have the same scores, so only the first counts them.
-        once = float(run.context is None or run.context.rank == 0)
-        return losses.sum() * run.share, {
-            name: Counted(found.detach(), torch.full_like(found, once))
-            for name, found in figures.items()
-        }
+        return losses.sum() * run.share, counted_once(figures, run)
 
 
 def pair_losses(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:

@@ -82,12 +82,12 @@ class EncoderEmbedder:
         ids = np.full(shape, pad, np.int64)
         seen = np.zeros(shape, np.int64)
         counted = np.zeros(shape, np.float32)
-        for number, tokens in enumerate(own):
+        start = len(before)
+        for row, tokens in enumerate(own):
             whole = [*before, *tokens, *behind]
-            start, end = len(before), len(before) + len(tokens)
-            ids[number, : len(whole)] = whole
-            seen[number, : len(whole)] = 1
-            counted[number, start:end] = 1
+            ids[row, : len(whole)] = whole
+            seen[row, : len(whole)] = 1
+            counted[row, start : start + len(tokens)] = 1
         return ids, seen, counted[:, :, None]
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:

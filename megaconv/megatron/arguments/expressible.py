@@ -1,4 +1,4 @@
-"""What Megatron's names and arguments can't express: the models that its formats don't take, each with its reason."""
+"""The models that Megatron's names and arguments can't express, each with its reason."""
 
 from collections.abc import Iterator
 

@@ -25,7 +25,7 @@ def random_id() -> str:
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a model writes calls."""
+    """The way in which a model writes calls."""
 
     name: str
     """The value of --tool-calls."""

@@ -42,7 +42,7 @@ class CallStream:
 
     forms: Sequence[CallForm]
     schemas: Schemas
-    """Of all offered tools."""
+    """The schemas of all offered tools."""
     _held: str = ""
     """Text that may be a call."""
     _space: str = ""
