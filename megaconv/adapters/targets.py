@@ -15,7 +15,13 @@ from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
 from megaconv.adapters.peft_files import Adapter, AdapterConfig, ModuleAdapter, module_path
 from megaconv.adapters.scored_head import with_scored_head
 from megaconv.adapters.tied_head import without_repeats
-from megaconv.adapters.vocabulary import TokenRows, require_token_rows, resized, token_rows
+from megaconv.adapters.vocabulary import (
+    TokenRows,
+    require_rows_of_base,
+    require_token_rows,
+    resized,
+    token_rows,
+)
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family
 from megaconv.huggingface.stored_names import prefix_of
@@ -57,7 +63,9 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
         names = replace(names, config=_untied(adapter, names))
     found = Changes(names.config)
     for name, tensor in adapter.replaced.items():
-        found.replaced |= names.canonical(names.native(name), tensor)
+        native = names.native(name)
+        require_rows_of_base(adapter, name, tensor, native.shape)
+        found.replaced |= names.canonical(native, tensor)
     require_token_rows(adapter, tied=config.tie_embeddings)
     for name, tensor in adapter.tokens.items():
         canonical = names.matrix(name)

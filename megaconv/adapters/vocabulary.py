@@ -127,6 +127,20 @@ def _require_both(
             )
 
 
+def require_rows_of_base(adapter: Adapter, name: str, tensor: LazyTensor, expected: Shape) -> None:
+    """Raise TensorMismatch if a whole tensor of the adapter differs from the base's only in its number of rows.
+
+    A bare model has one, or a model without a family: their vocabulary isn't resized here. name: in the adapter.
+    """
+    found = tuple(tensor.shape)
+    if len(found) == len(expected) > 1 and found != expected and found[1:] == expected[1:]:
+        raise TensorMismatch(
+            f"{adapter.weights}: {name} has {found[0]} rows, the base's has {expected[0]}; if the vocabulary was resized before the "
+            "training, resize the base's first (transformers: resize_token_embeddings)",
+            code="misshapen-tensor",
+        )
+
+
 def _is_shared(
     adapter: Adapter, names: Mapping[str, str], embedding: LazyTensor, head: LazyTensor
 ) -> bool:

@@ -15,7 +15,7 @@ from formats.wording import counted
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.families.parts.keys import WEIGHT_NAMES
-from megaconv.families.parts.scores import with_stored_bias
+from megaconv.families.parts.scores import require_scores_of_class, with_stored_bias
 from megaconv.huggingface.other_files import complete_shards, weights_inside
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import listing, same_names
@@ -255,6 +255,7 @@ def whole_model(
     _warn_of_left_out(left_out, found, where)
     kept = _without(found, (*family.ignored, *left_out))
     config = _with_own_names(config, kept, where)
+    require_scores_of_class(config, kept, where)
     config = with_stored_bias(family.complete(config, kept), kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
     if set(spellings) <= {HF, HF_SEPARATE} and not _holds_stacked(family):

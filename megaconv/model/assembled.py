@@ -108,7 +108,9 @@ class Assembled:
             if copy.description not in self._reported:
                 self._reported.add(copy.description)
                 _log.warning(
-                    "%s: %s has other values; they are ignored", self.key, copy.description
+                    "%s: %s has other values; they are ignored, and the first copy is used",
+                    self.key,
+                    copy.description,
                 )
 
 

@@ -144,6 +144,20 @@ def test_rows_of_tokens_of_a_model_without_a_family_are_merged(tmp_path: Path) -
     assert torch.equal(found, expected)
 
 
+def test_a_resized_vocabulary_of_a_bare_model_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    bare = transformers.AutoModel.from_pretrained(RESIZED / "base")
+    bare.save_pretrained(tmp_path / "base")
+
+    def of_bare_model(held: Tensors) -> Tensors:
+        bare_names = {name.replace(".model.model.", ".model."): each for name, each in held.items()}
+        return _without_head(bare_names)
+
+    adapter = edited(RESIZED / "adapter", tmp_path / "adapter", {}, of_bare_model)
+    outcome = run("merge", tmp_path / "base", adapter, "--save-dir", tmp_path / "out")
+    assert_refused(outcome, 3, "has 108 rows, the base's has 99", "resize_token_embeddings")
+
+
 def test_rows_of_single_tokens_have_no_weight(tmp_path: Path) -> None:
     outcome = run(
         "merge", TOKENS / "base", f"{TOKENS / 'adapter'}:0.5", "--save-dir", tmp_path / "out"

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -224,6 +225,62 @@ def test_other_numbers_of_labels_are_refused(tmp_path: Path) -> None:
     assert_refused(
         run(*of_words, "--config", hf), 3, "says head.labels = 3", "the checkpoint has 0"
     )
+
+
+def described(source: Path, target: Path, **changes: Any) -> Path:
+    """A copy of a model with other values in its config.json."""
+    shutil.copytree(source, target)
+    raw = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(raw | changes))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"id2label": {"a": "x", "b": "y", "c": "z"}}, "should be the numbers of the classes, found 'a'"),
+        ({"id2label": {"0": "x", "00": "y", "1": "z"}}, "two names for one class"),
+        ({"num_labels": 5}, "num_labels is 5, id2label has 3 names"),
+        ({"id2label": {"0": "x", "1": "y"}}, "score.weight has 3 rows, and config.json describes 2 labels"),
+        ({"id2label": None}, "score.weight has 3 rows, and config.json describes 2 labels"),
+    ],
+)  # fmt: skip
+def test_labels_that_transformers_refuses_are_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels=3)
+    other = described(hf, tmp_path / "other", **changes)
+    with pytest.raises((ValueError, RuntimeError)):
+        load(other)
+    outcome = run("convert", other, tmp_path / "out", "--saver", "core")
+    assert_refused(outcome, 3, words)
+
+
+@pytest.mark.parametrize("named", [["LlamaForCausalLM"], None])
+def test_files_with_a_head_of_scores_of_a_class_without_one_are_refused(
+    named: list[str] | None, tmp_path: Path
+) -> None:
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels=3)
+    words = described(hf, tmp_path / "words", architectures=named)
+    outcome = run("convert", words, tmp_path / "out", "--saver", "core")
+    assert_refused(outcome, 3, "holds a head of scores", "architectures: LlamaForSequence")
+
+
+def test_of_different_heads_on_tensor_ranks_the_first_is_used_and_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with other tensors that each rank holds whole. Megatron's distributed checkpoints hold the first as well."""
+    hf = make(tmp_path / "hf", "llama", SEQUENCE, labels=1)
+    core = to_core(hf, tmp_path / "core", tp=2)
+    (file,) = core.glob("release/mp_rank_01/model_optim_rng.pt")
+    state = read_rank_file(file)
+    state["model"]["output_layer.weight"].add_(1)
+    torch.save(state, file)
+    megaconv.convert(core, tmp_path / "back", saver="hf")
+    assert re.search(
+        r"score\.weight: the copy .* in mp_rank_01/.* the first copy is used", caplog.text
+    )
+    assert_same_model(tmp_path / "back", hf)
 
 
 @pytest.mark.parametrize(("labels", "ckpt_format"), [(128, "torch"), (256, "torch_dist")])

@@ -15,7 +15,9 @@ verl (b178a3cd56f5) and slime (624b824a898a), OutputLayerLinear of mcore-bridge 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from formats.tensor import LazyTensor
+from formats.wording import counted
+from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Raw, need_size
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -100,7 +102,7 @@ def read_scores(family: str, raw: Raw) -> Fields:
 
 
 def label_count(raw: Raw) -> int:
-    """The number of labels, as transformers counts them."""
+    """The number of labels, as transformers counts them. Raises CorruptCheckpoint for keys that contradict each other."""
     names = raw.get("id2label")
     if names is None:
         return need_size(raw, "num_labels", _UNASKED)
@@ -108,7 +110,27 @@ def label_count(raw: Raw) -> int:
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: id2label should have a name for each class, found {names!r:.100}"
         )
+    if len(set(map(_label_number, names))) < len(names):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: id2label has two names for one class, found the keys {list(names)!r:.100}"
+        )
+    stated = need_size(raw, "num_labels", len(names))
+    if stated != len(names):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: num_labels is {stated}, id2label has {counted(len(names), 'name')}; remove num_labels or correct one of both"
+        )
     return len(names)
+
+
+def _label_number(key: str) -> int:
+    """The number of a class. Raises CorruptCheckpoint for a key of id2label that isn't a number."""
+    try:
+        return int(key)
+    except ValueError:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: the keys of id2label should be the numbers of the classes, found {key!r:.60}; write "
+            '{"0": "first name", "1": "second name"}'
+        ) from None
 
 
 def label_names(count: int) -> dict[str, Any]:
@@ -151,6 +173,31 @@ def with_asked_class(config: ModelConfig, asked: str | None) -> ModelConfig:
     if not config.head.labels:
         raise UsageError(f"--option {HEAD}: the model has a head for words; leave it out")
     return changed(config, {"head.of_tokens": HEADS[asked]})
+
+
+def require_scores_of_class(
+    config: ModelConfig, tensors: Mapping[str, LazyTensor], where: str
+) -> None:
+    """Raise TensorMismatch if files hold another head of scores than the class in config.json has.
+
+    tensors: all in the files, by name. where: the files, for messages.
+    """
+    head = tensors.get("score.weight")
+    classes = classes_with_scores(config.family)
+    if head is None or not classes:
+        return
+    if not config.head.labels:
+        raise TensorMismatch(
+            f"{where}: holds a head of scores (score.weight), which the class in {CONFIG_NAME} doesn't have; "
+            f"correct its architectures: {' or '.join(classes)}",
+            code="unknown-tensor",
+        )
+    if len(head.shape) == 2 and head.shape[0] != config.head.labels:
+        raise TensorMismatch(
+            f"{where}: score.weight has {counted(head.shape[0], 'row')}, and {CONFIG_NAME} describes "
+            f"{counted(config.head.labels, 'label')}; give a name for each row in id2label",
+            code="misshapen-tensor",
+        )
 
 
 def with_stored_bias(config: ModelConfig, names: Collection[str]) -> ModelConfig:
