@@ -13,14 +13,8 @@ from megatron_lite.data.finetuning.dataset import (
     samples_of,
     split_datasets,
 )
-from megatron_lite.data.finetuning.examples import (
-    Examples,
-    Pieces,
-    ReadingOptions,
-    pairs_for,
-    pieces_for,
-    read_examples,
-)
+from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
+from megatron_lite.data.finetuning.pieces import Pieces, pairs_for, pieces_for
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
@@ -40,7 +34,8 @@ def read_examples_of(settings: Settings, tokenizer: Tokenizer, *, pairs: bool) -
     valid = None
     if data.valid_finetune_data:
         valid = read_examples(data.valid_finetune_data, tokenizer, options, "--valid-finetune-data")
-    return ExampleData(read_examples(data.finetune_data, tokenizer, options), valid, pairs)
+    train = read_examples(data.finetune_data, tokenizer, options)
+    return ExampleData(train, valid, pairs, pairs_for if pairs else pieces_for)
 
 
 def read_template(path: str | None) -> str | None:
@@ -68,10 +63,10 @@ class ExampleData(TrainingData):
     train: Examples
     valid: Examples | None
     pairs: bool
+    fit: Callable[[Examples, int], Pieces]
+    """Returns the pieces of examples for samples of a length."""
     packed: Packed | None = None
     """None before `fitted`."""
-    scored: bool = False
-    """True if a sample needs room for the last token of an example too, whose output gets a score."""
 
     @property
     def longest(self) -> int:
@@ -96,10 +91,8 @@ class ExampleData(TrainingData):
             raise UsageError(
                 "--split divides --finetune-data; with --valid-finetune-data there is nothing to divide"
             )
-        cut: Callable[[Examples, int], Pieces] = pairs_for if self.pairs else pieces_for
-        predicted = sizes.seq - int(self.scored)
-        train = cut(self.train, predicted)
-        valid = cut(self.valid, predicted) if self.valid else None
+        train = self.fit(self.train, sizes.seq)
+        valid = self.fit(self.valid, sizes.seq) if self.valid else None
         packed = Packed(train, valid)
         seed, split = settings.training.seed, settings.data.split
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,7 +12,7 @@ from megaconv.model.fields import changed
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import check_sources
-from megatron_lite.data.finetuning.examples import without_end
+from megatron_lite.data.finetuning.pieces import scored_pairs_for, without_end
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
@@ -54,7 +55,10 @@ class ScoredPairs(Objective):
         data = read_examples_of(settings, tokenizer, pairs=True)
         padding = _padding(tokenizer)
         valid = None if data.valid is None else without_end(data.valid, padding)
-        return replace(data, train=without_end(data.train, padding), valid=valid, scored=True)
+        train = without_end(data.train, padding)
+        return replace(
+            data, train=train, valid=valid, fit=partial(scored_pairs_for, padding=padding)
+        )
 
     def options(self, options: ModelOptions, say: Say) -> ModelOptions:
         """Return the options without the model's dropout, as TRL trains."""

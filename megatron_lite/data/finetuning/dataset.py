@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.corpora import parse_split, part_of
-from megatron_lite.data.finetuning.examples import PairPieces, Pieces
 from megatron_lite.data.finetuning.packing import epochs
+from megatron_lite.data.finetuning.pieces import PairPieces, Pieces
 from megatron_lite.data.samples import Dataset, Sample
 
 
@@ -114,12 +114,13 @@ class PairDataset:
             answer = 2 * number + row
             first = int(self.pieces.starts[answer])
             last = int(self.pieces.ends[answer])
-            # Each token but the last one predicts the next.
-            read = slice(first, last - 1)
+            count = last - first - 1
+            # Each token but the last one predicts the next. A single token has no label, and gets a score all the same.
+            read = slice(first, first + max(count, 1))
             predicted = slice(first + 1, last)
-            filled = row, slice(last - first - 1)
+            filled = row, slice(count)
             lengths[row] = last - first
-            tokens[filled] = examples.tokens[read]
+            tokens[row, : max(count, 1)] = examples.tokens[read]
             labels[filled] = examples.tokens[predicted]
             loss_mask[filled] = examples.learned[predicted]
         known = np.zeros(0) if self.reference is None else self.reference[number]

@@ -1,9 +1,9 @@
-"""All examples as tokens in memory, with a mark on learned tokens, and the pieces that fit into a sample."""
+"""All examples as tokens in memory, with a mark on learned tokens."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,85 +65,6 @@ class Examples:
         return int(np.diff(self.bounds)[~self.divisible].max(initial=0))
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """The parts of examples that samples consist of."""
-
-    examples: Examples
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    cut: int
-    """Number of examples whose end was left out."""
-    dropped: int
-    """Number of examples with nothing left to learn."""
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-
-def pieces_for(examples: Examples, seq_length: int) -> Pieces:
-    """Return the pieces. A sample of seq_length tokens uses seq_length + 1 tokens of an example; the last is only a label."""
-    found: list[tuple[int, int]] = []
-    cut = dropped = 0
-    for number, (first, last) in enumerate(pairwise(examples.bounds.tolist())):
-        if examples.divisible[number]:
-            found += [
-                (start, min(start + seq_length + 1, last))
-                for start in range(first, last - 1, seq_length)
-            ]
-            continue
-        end = min(last, first + seq_length + 1)
-        if not examples.learned[first + 1 : end].any():
-            dropped += 1
-            continue
-        cut += end < last
-        found.append((first, end))
-    bounds = np.array(found, np.int64).reshape(-1, 2)
-    return Pieces(examples, bounds[:, 0], bounds[:, 1], cut, dropped)
-
-
-class PairPieces(Pieces):
-    """Pairs of consecutive rows: the parts of the chosen and of the rejected answer that fit."""
-
-    def __len__(self) -> int:
-        return len(self.starts) // 2
-
-
-def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
-    """Return the pieces of pairs. A pair is dropped if either answer has nothing left to learn, or if both answers
-    begin alike and only the equal beginnings are left."""
-    starts = examples.bounds[:-1].reshape(-1, 2)
-    ends = examples.bounds[1:].reshape(-1, 2)
-    kept = np.minimum(ends, starts + seq_length + 1)
-    whole = _learn_something(examples, starts, kept)
-    is_cut = np.asarray((kept < ends).any(1))
-    for pair in np.flatnonzero(is_cut):
-        whole[pair] &= _differ(examples, starts[pair], kept[pair])
-    return PairPieces(
-        examples,
-        starts[whole].ravel(),
-        kept[whole].ravel(),
-        int(is_cut[whole].sum()),
-        int((~whole).sum()),
-    )
-
-
-def _learn_something(
-    examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    """True for each pair whose two answers have a token to learn. starts, ends: [pairs, 2]."""
-    # Number of learned tokens before each position.
-    before = np.concatenate(([0], np.cumsum(examples.learned)))
-    learned = before[ends] - before[starts + 1]
-    return np.asarray((learned > 0).all(1))
-
-
-def _differ(examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-    """True if what is left of two answers differs."""
-    chosen, rejected = (examples.tokens[start:end] for start, end in zip(starts, ends, strict=True))
-    return not np.array_equal(chosen, rejected)
-
-
 def read_examples(
     words: Sequence[str],
     tokenizer: Tokenizer,
@@ -174,22 +95,6 @@ def read_examples(
     joined = np.concatenate(tokens), np.concatenate(learned), bounds, np.array(divisible, bool)
     return Examples(
         *joined, encoder.unread, encoder.plain_chats // (2 if options.pairs else 1), encoder.equal
-    )
-
-
-def without_end(examples: Examples, token: int | None) -> Examples:
-    """Return the examples without a token at their ends, however often it stands there."""
-    kept = np.ones(len(examples.tokens), bool)
-    for start, end in pairwise(examples.bounds.tolist()):
-        while end > start and examples.tokens[end - 1] == token:
-            end -= 1
-            kept[end] = False
-    before = np.concatenate(([0], np.cumsum(kept, dtype=np.int64)))
-    return replace(
-        examples,
-        tokens=examples.tokens[kept],
-        learned=examples.learned[kept],
-        bounds=before[examples.bounds],
     )
 
 

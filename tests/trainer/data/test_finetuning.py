@@ -14,13 +14,9 @@ from hypothesis import strategies as st
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.finetuning.dataset import FinetuneDataset, split_datasets
-from megatron_lite.data.finetuning.examples import (
-    Examples,
-    ReadingOptions,
-    pieces_for,
-    read_examples,
-)
+from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.packing import pack
+from megatron_lite.data.finetuning.pieces import pieces_for
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer

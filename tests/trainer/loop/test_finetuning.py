@@ -11,7 +11,8 @@ import torch
 import megaconv
 from megatron_lite.data.batches import GlobalBatches
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
-from megatron_lite.data.finetuning.examples import Examples, pieces_for
+from megatron_lite.data.finetuning.examples import Examples
+from megatron_lite.data.finetuning.pieces import pieces_for
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.settings.config import Settings

@@ -10,15 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import NotExpressible
 from megaconv.model.fields import changed
 from megatron_lite.checkpoint.restore import open_weights
-from megatron_lite.data.finetuning.examples import Examples, without_end
+from megatron_lite.data.finetuning.dataset import pair_dataset
+from megatron_lite.data.finetuning.examples import Examples
+from megatron_lite.data.finetuning.pieces import scored_pairs_for, without_end
 from megatron_lite.objectives.score_head import with_score_head
 from megatron_lite.objectives.scored_pairs import ScoredPairs
+from megatron_lite.settings.config import Settings
 from tests.megatron_oracle import Megatron
 from tests.trainer.loop.launches import LLAMA, metrics, train
 from tests.trainer.loop.test_manners import refused
@@ -49,7 +53,6 @@ def figures(directory: Path) -> list[list[float]]:
 
 def scores_of_transformers(model: Path, rows: list[list[int]]) -> list[float]:
     """The scores of one padded batch."""
-    import torch
     from transformers import AutoModelForSequenceClassification
 
     read = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
@@ -67,7 +70,6 @@ def scores_of_transformers(model: Path, rows: list[list[int]]) -> list[float]:
 def test_megatron_core_loads_a_trained_reward_model_and_gives_its_scores(
     ckpt_format: str, megatron: Megatron, tmp_path: Path
 ) -> None:
-    import torch
     from transformers import AutoModelForSequenceClassification
 
     write_pairs(tmp_path)
@@ -199,6 +201,42 @@ def test_padding_at_the_end_of_a_text_is_no_token_of_it() -> None:
     assert found.tokens.tolist() == [1, 9, 2, 9, 3, 4]
     assert found.learned.tolist() == [False, False, True, False, True, True]
     assert found.bounds.tolist() == [0, 3, 6, 6]
+
+
+def as_examples(*rows: list[int]) -> Examples:
+    """Consecutive pairs of answers. No token is learned: scores don't need it."""
+    bounds = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
+    tokens = np.array([token for row in rows for token in row], np.int32)
+    return Examples(tokens, np.zeros(len(tokens), bool), bounds, np.zeros(len(rows), bool))
+
+
+def test_a_truncated_answer_does_not_end_with_padding() -> None:
+    """transformers takes the score of the last token that isn't padding."""
+    pieces = scored_pairs_for(as_examples([1, 2, 9, 9, 3], [1, 4]), 4, padding=9)
+    assert (pieces.starts.tolist(), pieces.ends.tolist()) == ([0, 5], [2, 7])
+    assert (pieces.cut, pieces.dropped) == (1, 0)
+
+
+def test_answers_of_one_token_have_scores_and_equal_ones_are_dropped() -> None:
+    rows = [[1], [2], [1, 2], [1, 2], [1, 2, 3], [1, 2, 4], [], [1], [5], [5, 6]]
+    pieces = scored_pairs_for(as_examples(*rows), 2, padding=9)
+    assert len(pieces) == 2
+    assert pieces.starts.tolist() == [0, 1, 13, 14]
+    assert pieces.ends.tolist() == [1, 2, 14, 16]
+    assert (pieces.cut, pieces.dropped) == (0, 3)
+    samples = pair_dataset(pieces, np.arange(2), 2, None, seed=1)
+    batches = [
+        {name: torch.from_numpy(array[None]) for name, array in sample._asdict().items()}
+        for sample in samples
+    ]
+    made = [ScoredPairs().microbatch(batch, Settings()) for batch in batches]
+    assert sorted(each.tokens.tolist() for each in made) == [[[1, 0], [2, 0]], [[5, 0], [5, 6]]]
+
+
+def test_a_pair_that_differs_only_by_padding_is_dropped() -> None:
+    examples = without_end(as_examples([1, 2, 9, 9], [1, 2, 9], [1, 9], [3, 9]), 9)
+    pieces = scored_pairs_for(examples, 8, padding=9)
+    assert (pieces.starts.tolist(), pieces.dropped) == ([4, 5], 1)
 
 
 @pytest.mark.parametrize(

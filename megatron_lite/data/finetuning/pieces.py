@@ -1,0 +1,138 @@
+"""The pieces of examples that fit into a sample: of plain texts, of examples that are truncated, and of pairs of answers."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.data.finetuning.examples import Examples
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The parts of examples that samples consist of."""
+
+    examples: Examples
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    cut: int
+    """Number of examples whose end was left out."""
+    dropped: int
+    """Number of examples with nothing left to learn."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def pieces_for(examples: Examples, seq_length: int) -> Pieces:
+    """Return the pieces. A sample of seq_length tokens uses seq_length + 1 tokens of an example; the last is only a label."""
+    found: list[tuple[int, int]] = []
+    cut = dropped = 0
+    for number, (first, last) in enumerate(pairwise(examples.bounds.tolist())):
+        if examples.divisible[number]:
+            found += [
+                (start, min(start + seq_length + 1, last))
+                for start in range(first, last - 1, seq_length)
+            ]
+            continue
+        end = min(last, first + seq_length + 1)
+        if not examples.learned[first + 1 : end].any():
+            dropped += 1
+            continue
+        cut += end < last
+        found.append((first, end))
+    bounds = np.array(found, np.int64).reshape(-1, 2)
+    return Pieces(examples, bounds[:, 0], bounds[:, 1], cut, dropped)
+
+
+class PairPieces(Pieces):
+    """Pairs of consecutive rows: the parts of the chosen and of the rejected answer that fit."""
+
+    def __len__(self) -> int:
+        return len(self.starts) // 2
+
+
+def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
+    """Return the pieces of pairs. A pair is dropped if either answer has nothing left to learn, or if both answers
+    begin alike and only the equal beginnings are left."""
+    starts = examples.bounds[:-1].reshape(-1, 2)
+    ends = examples.bounds[1:].reshape(-1, 2)
+    kept = np.minimum(ends, starts + seq_length + 1)
+    whole = _learn_something(examples, starts, kept)
+    is_cut = np.asarray((kept < ends).any(1))
+    for pair in np.flatnonzero(is_cut):
+        whole[pair] &= _differ(examples, starts[pair], kept[pair])
+    return _pair_pieces(examples, starts, kept, whole, is_cut)
+
+
+def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> PairPieces:
+    """Return the pieces of pairs whose last tokens get scores: the first `length` tokens of each answer.
+
+    Tokens of padding before such an end are left out too. A pair is dropped if nothing is left of an answer, or the
+    same of both.
+    """
+    starts = examples.bounds[:-1].reshape(-1, 2)
+    ends = examples.bounds[1:].reshape(-1, 2)
+    kept = np.minimum(ends, starts + length)
+    cut = kept < ends
+    for pair, row in np.argwhere(cut):
+        kept[pair, row] = _before(examples, starts[pair, row], kept[pair, row], padding)
+    whole = np.asarray((kept > starts).all(1))
+    for pair in np.flatnonzero(whole):
+        whole[pair] = _differ(examples, starts[pair], kept[pair])
+    return _pair_pieces(examples, starts, kept, whole, np.asarray(cut.any(1)))
+
+
+def _pair_pieces(
+    examples: Examples,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    whole: NDArray[np.bool_],
+    is_cut: NDArray[np.bool_],
+) -> PairPieces:
+    """starts, ends: [pairs, 2]. whole, is_cut: [pairs], True for pairs that stay, and for those that are truncated."""
+    return PairPieces(
+        examples,
+        starts[whole].ravel(),
+        ends[whole].ravel(),
+        int(is_cut[whole].sum()),
+        int((~whole).sum()),
+    )
+
+
+def _learn_something(
+    examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """True for each pair whose two answers have a token to learn. starts, ends: [pairs, 2]."""
+    # Number of learned tokens before each position.
+    before = np.concatenate(([0], np.cumsum(examples.learned)))
+    learned = before[ends] - before[starts + 1]
+    return np.asarray((learned > 0).all(1))
+
+
+def _differ(examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
+    """True if what is left of two answers differs."""
+    chosen, rejected = (examples.tokens[start:end] for start, end in zip(starts, ends, strict=True))
+    return not np.array_equal(chosen, rejected)
+
+
+def without_end(examples: Examples, token: int | None) -> Examples:
+    """Return the examples without a token at their ends, however often it stands there."""
+    kept = np.ones(len(examples.tokens), bool)
+    for start, end in pairwise(examples.bounds.tolist()):
+        kept[_before(examples, start, end, token) : end] = False
+    before = np.concatenate(([0], np.cumsum(kept, dtype=np.int64)))
+    return replace(
+        examples,
+        tokens=examples.tokens[kept],
+        learned=examples.learned[kept],
+        bounds=before[examples.bounds],
+    )
+
+
+def _before(examples: Examples, start: int, end: int, token: int | None) -> int:
+    """The end of a piece without a token that stands there, however often."""
+    while end > start and examples.tokens[end - 1] == token:
+        end -= 1
+    return end
