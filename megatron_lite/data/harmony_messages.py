@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_lite.data.harmony import is_harmony_template
+from megatron_lite.data.thinking_fields import FIELDS
 
-REASONING = ("reasoning_content", "reasoning")
-"""Fields with the thinking in messages of clients."""
 _INSTRUCTIONS = ("system", "developer")
 
 
@@ -122,9 +121,9 @@ def _one_call_each(message: Mapping[str, Any], calls: Sequence[Any]) -> list[Map
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message with its thinking in the field that the template reads."""
-    found = [message.get(name) for name in ("thinking", *REASONING)]
+    found = [message.get(name) for name in ("thinking", *FIELDS)]
     thinking = next((text for text in found if text), None)
-    dropped = ("thinking", *REASONING)
+    dropped = ("thinking", *FIELDS)
     rest = {key: value for key, value in message.items() if key not in dropped}
     return rest if thinking is None else {**rest, "thinking": thinking}
 

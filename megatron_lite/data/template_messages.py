@@ -5,6 +5,7 @@ from typing import Any
 
 from megatron_lite.data.harmony_messages import with_harmony_fields
 from megatron_lite.data.roles import with_known_roles
+from megatron_lite.data.thinking_fields import with_thinking_fields
 from megatron_lite.data.tool_calls import with_arguments_for
 
 
@@ -13,4 +14,5 @@ def as_template_expects(
 ) -> list[Mapping[str, Any]]:
     """Return the messages with the roles, fields and arguments that the template reads. Raises ValueError."""
     known = with_known_roles(messages, template)
-    return with_harmony_fields(with_arguments_for(known, template), template)
+    thought = with_thinking_fields(with_arguments_for(known, template), template)
+    return with_harmony_fields(thought, template)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.data.harmony import begins_answer, harmony_marks
-from megatron_lite.data.harmony_messages import REASONING
+from megatron_lite.data.thinking_fields import FIELDS
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.answer import Said
@@ -124,7 +124,7 @@ class Sampler:
             if token not in self.stop_ids:
                 said += answer.add(token)
         said += answer.finish(complete=tokens[-1] in self.stop_ids)
-        thinking = {REASONING[0]: said.thinking} if said.thinking else {}
+        thinking = {FIELDS[0]: said.thinking} if said.thinking else {}
         return {"role": "assistant", "content": said.text, **thinking}
 
     def _shared(self, found: Completions | None, count: int) -> Completions:
