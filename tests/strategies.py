@@ -211,7 +211,6 @@ OTHERS = (
     "afmoe",
     "aria_text",
     "axk1",
-    "beam",
     "dbrx",
     "flint",
     "gpt_bigcode",

@@ -149,7 +149,6 @@ OTHER: dict[str, tuple[Any, ...]] = {
 
 
 CAPS_LOGITS = (
-    "beam",
     "gemma2",
     "gemma3n_text",
     "gemma4_text",

@@ -2,6 +2,7 @@
 
 from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, add_drafting, command, make_parser
+from megatron_lite.inference.server import thinking_forms
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE, NAMES
 
 EXAMPLES = """  megatron-lite serve --load Llama-3.2-1B-Instruct --port 8000
@@ -46,7 +47,13 @@ def parser() -> Parser:
     add(
         "--separate-reasoning",
         action="store_true",
-        help="chats have the thinking as reasoning_content: text between <think> and </think>, or GPT-OSS' analysis",
+        help="chats have the thinking as reasoning_content, in the form of the chat template: the same as --reasoning auto",
+    )
+    add(
+        "--reasoning",
+        choices=thinking_forms.NAMES,
+        metavar="FORM",
+        help=f"--separate-reasoning, with thinking of this form: {', '.join(thinking_forms.NAMES)}",
     )
     add(
         "--tool-calls",

@@ -22,7 +22,6 @@ from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import template_for_tools
 from megatron_lite.inference.server import megatron_api
 from megatron_lite.inference.server.calls.form import CallForm
-from megatron_lite.inference.server.calls.shown_marks import showing_marks
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE, forms_of
 from megatron_lite.inference.server.errors import (
     Broken,
@@ -40,7 +39,7 @@ from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
 from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
 from megatron_lite.inference.server.page import POLICY, page
-from megatron_lite.inference.server.reasoning import BEGIN, with_reasoning, without_reasoning
+from megatron_lite.inference.server.reasoning import with_reasoning, without_reasoning
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
@@ -50,7 +49,9 @@ from megatron_lite.inference.server.responses import (
     refusal,
     unless_gone,
 )
+from megatron_lite.inference.server.shown_marks import showing_marks
 from megatron_lite.inference.server.streams import beams, pieces
+from megatron_lite.inference.server.thinking_forms import ThinkingForm, thinking_forms_of
 from megatron_lite.inference.server.tools import with_calls
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.slots import LanguageModel, Scored, require_finite
@@ -82,8 +83,8 @@ class Server:
     name: str
     limits: Limits
     key: str | None = None
-    separates_reasoning: bool = False
-    """True if chats have a model's thinking apart from its answer."""
+    reasoning: str | None = None
+    """The name of the form of thinking (thinking_forms.py), which chats have apart from the answer; None: they don't."""
     local_name: str | None = None
     """The server's host name if only this machine can reach it; None if other machines can."""
     tool_calls: str = BY_TEMPLATE
@@ -94,6 +95,8 @@ class Server:
 
     def __post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "reader")
+        self._detokenizers: dict[tuple[bool, bool], Detokenize] = {}
+        """By (shows the marks of calls, shows those of thinking)."""
 
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
@@ -277,27 +280,46 @@ class Server:
             self.worker, wanted, self.opened.stop_ids, self._detokenize(wanted), deadline
         )
         if wanted.harmony is not None:
-            return found if self.separates_reasoning else without_reasoning(found)
-        # An answer of a demanded form has no thinking.
-        if self.separates_reasoning and not wanted.continues and wanted.grammar is None:
-            prompt = self.opened.tokenizer.detokenize(wanted.prompts[0][-_OF_MARK:])
-            found = with_reasoning(found, begun=prompt.rstrip().endswith(BEGIN))
+            return found if self.reasoning else without_reasoning(found)
+        if self._separates(wanted):
+            prompt = self.opened.tokenizer.spelled(wanted.prompts[0][-_OF_MARK:])
+            found = with_reasoning(found, self._thinking_forms, prompt)
         if wanted.tools is None:
             return found
-        return with_calls(found, replace(wanted.tools, forms=self._forms))
+        return with_calls(found, replace(wanted.tools, forms=self._call_forms))
+
+    def _separates(self, wanted: Wanted) -> bool:
+        """Return whether thinking is apart from the answer. An answer of a demanded form has none."""
+        return self.reasoning is not None and not wanted.continues and wanted.grammar is None
 
     def _detokenize(self, wanted: Wanted) -> Detokenize:
-        may_call = wanted.tools is not None and not wanted.tools.forced and wanted.harmony is None
-        return self._with_marks if may_call else self.opened.tokenizer.detokenize
+        may_call = wanted.tools is not None and not wanted.tools.forced
+        if wanted.harmony is not None:
+            return self.opened.tokenizer.detokenize
+        return self._shown(calls=may_call, thinking=self._separates(wanted))
+
+    def _shown(self, *, calls: bool, thinking: bool) -> Detokenize:
+        """Return the function from tokens to text with the marks that are read in it."""
+        if (calls, thinking) not in self._detokenizers:
+            forms = [*self._call_forms] * calls + [*self._thinking_forms] * thinking
+            marks = {mark for form in forms for mark in form.all_marks}
+            made = showing_marks(self.opened.tokenizer, marks)
+            self._detokenizers[calls, thinking] = made
+        return self._detokenizers[calls, thinking]
 
     @cached_property
-    def _forms(self) -> tuple[CallForm, ...]:
+    def _template(self) -> str:
+        return template_for_tools(self.opened.tokenizer)
+
+    @cached_property
+    def _call_forms(self) -> tuple[CallForm, ...]:
         """The forms in which the model may write calls."""
-        return forms_of(self.tool_calls, template_for_tools(self.opened.tokenizer))
+        return forms_of(self.tool_calls, self._template)
 
     @cached_property
-    def _with_marks(self) -> Detokenize:
-        return showing_marks(self.opened.tokenizer, self._forms)
+    def _thinking_forms(self) -> tuple[ThinkingForm, ...]:
+        """The forms in which the model may mark its thinking."""
+        return thinking_forms_of(self.reasoning or BY_TEMPLATE, self._template)
 
     async def megatron(self, request: Request) -> Response:
         """Answer Megatron's /api."""

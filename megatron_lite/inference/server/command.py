@@ -11,6 +11,7 @@ from megaconv.errors import UsageError
 from megaconv.extras import install
 from megatron_lite.inference.commands.serve import KEY
 from megatron_lite.inference.opening import Opened, run
+from megatron_lite.inference.server.thinking_forms import BY_TEMPLATE
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import report
 
@@ -92,9 +93,8 @@ def _serve(
     assert bound is not None, "rank 0 has an address"
     host, port = bound.getsockname()[:2]
     local_name = given.host if is_loopback(host) else None
-    server = Server(
-        opened, worker, name, limits, key, given.separate_reasoning, local_name, given.tool_calls
-    )
+    reasoning = given.reasoning or (BY_TEMPLATE if given.separate_reasoning else None)
+    server = Server(opened, worker, name, limits, key, reasoning, local_name, given.tool_calls)
     app = AccessLog(server.app()) if given.access_log else server.app()
     config = uvicorn.Config(
         app, given.host, given.port, log_level="warning", lifespan="off",

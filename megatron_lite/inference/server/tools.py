@@ -1,7 +1,7 @@
 """Tools of chat requests: what the template gets, the form of an answer that must be a call, and the calls in an answer."""
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -62,6 +62,12 @@ class Tools:
         """Return the state of an answer's beginning. An answer that must be a call is JSON without marks."""
         return CallStream((LLAMA_3,) if self.forced else self.forms, self.schemas)
 
+    def calls_behind(self, thought: str) -> list[Call]:
+        """Return the calls at the end of thinking. Some models call a tool before they have ended their thinking."""
+        stream = self.stream()
+        found = stream.add(thought).calls + stream.finish().calls
+        return found if stream.ends_with_call else []
+
     def openai_calls(self, calls: Sequence[Call], before: int = 0) -> tuple[dict[str, Any], ...]:
         """Return calls in OpenAI's form, as many as the answer may have. before: number of its earlier calls."""
         allowed = calls[: max(1 - before, 0)] if self.single else calls
@@ -107,13 +113,17 @@ async def with_calls(
     """Yield the pieces with the calls taken out of their text."""
     streams: dict[int, CallStream] = {}
     counts: Counter[int] = Counter()
+    thoughts: defaultdict[int, list[str]] = defaultdict(list)
     async with aclosing(pieces):
         async for piece in pieces:
             stream = streams.setdefault(piece.choice, tools.stream())
+            thoughts[piece.choice].append(piece.reasoning)
             text, found = stream.add(piece.text)
             if piece.end is not None:
                 last = stream.finish()
                 text, found = text + last.text, found + last.calls
+            if piece.end == "stop" and not found and not stream.has_content:
+                found = tools.calls_behind("".join(thoughts[piece.choice]))
             calls = tools.openai_calls(found, counts[piece.choice])
             counts[piece.choice] += len(calls)
             end = "tool_calls" if piece.end and counts[piece.choice] else piece.end

@@ -1,18 +1,16 @@
 """Calls of tools in the server's answers and streams, for a tokenizer that has their marks as special tokens."""
 
-import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from megatron_lite.inference.server.calls.shown_marks import showing_marks
 from megatron_lite.inference.server.calls.table import FORMS
+from megatron_lite.inference.server.shown_marks import showing_marks
 from megatron_lite.inference.text import continuation
-from tests.trainer.inference.forced import ForcedWorker
+from tests.trainer.inference.forced import answered, byte_tokenizer
 from tests.trainer.inference.written_calls import WRITERS
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -26,61 +24,14 @@ CALLS = [("weather", {"city": "Köln"}), ("time", {"zone": "{"})]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {word: number for number, word in enumerate([*SPECIAL, *letters])}
-    inner = Tokenizer(models.BPE(ids, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="</s>", additional_special_tokens=SPECIAL[1:]
-    )
-    made.chat_template = TEMPLATE
-    directory = tmp_path_factory.mktemp("calls")
-    made.save_pretrained(directory)
-    return HuggingFaceTokenizer(str(directory))
+    return byte_tokenizer(tmp_path_factory.mktemp("calls"), SPECIAL, TEMPLATE)
 
 
 def asked(
     tokenizer: HuggingFaceTokenizer, text: str, form: str = "auto", **fields: Any
 ) -> list[dict[str, Any]]:
     """The JSON objects of the answer to a chat whose model says the text."""
-    from megatron_lite.inference.server.app import Limits, Server
-
-    worker: Any = ForcedWorker(tokenizer, [text + "</s>"])
-    opened: Any = SimpleNamespace(
-        tokenizer=tokenizer, stop_ids=frozenset([0]), adapters=(), harmony=None,
-        model=SimpleNamespace(length=4096), config=SimpleNamespace(vocab=tokenizer.vocab_size),
-    )  # fmt: skip
-    app = Server(opened, worker, "tiny", Limits(1 << 20, 60.0), tool_calls=form).app()
-    body = {"messages": [{"role": "user", "content": "Rain?"}], "tools": TOOLS, **fields}
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
-        "query_string": b"",
-        "headers": [(b"host", b"localhost")],
-    }
-    answer = b""
-    given = False
-
-    async def receive() -> Any:
-        nonlocal given
-        if given:
-            await asyncio.sleep(60)
-        given = True
-        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-
-    async def send(message: Any) -> None:
-        nonlocal answer
-        answer += message.get("body", b"")
-
-    asyncio.run(app(scope, receive, send))
-    lines = [line.removeprefix("data: ") for line in answer.decode().splitlines()]
-    return [json.loads(line) for line in lines if line.startswith("{")]
+    return answered(tokenizer, [text + "</s>"], {"tools": TOOLS, **fields}, tool_calls=form)
 
 
 def called(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
@@ -135,11 +86,10 @@ def test_text_without_tools_shows_no_special_token(tokenizer: HuggingFaceTokeniz
 
 def test_only_the_marks_of_calls_are_shown(tokenizer: HuggingFaceTokenizer) -> None:
     ids = tokenizer.tokenize('<pad>a[TOOL_CALLS]ö[ARGS]<|"|></s>')
-    mistral = [form for form in FORMS if form.name == "mistral"]
-    assert showing_marks(tokenizer, mistral)(ids) == "a[TOOL_CALLS]ö[ARGS]"
-    assert showing_marks(tokenizer, FORMS)(ids) == 'a[TOOL_CALLS]ö[ARGS]<|"|>'
-    hermes = [form for form in FORMS if form.name == "hermes"]
-    assert showing_marks(tokenizer, hermes)(ids) == "aö"
+    marks = {form.name: form.all_marks for form in FORMS}
+    assert showing_marks(tokenizer, marks["mistral"])(ids) == "a[TOOL_CALLS]ö[ARGS]"
+    assert showing_marks(tokenizer, sum(marks.values(), ()))(ids) == 'a[TOOL_CALLS]ö[ARGS]<|"|>'
+    assert showing_marks(tokenizer, marks["hermes"])(ids) == "aö"
 
 
 def test_words_behind_a_mark_keep_the_space_of_sentencepiece(tmp_path: Path) -> None:
@@ -156,7 +106,7 @@ def test_words_behind_a_mark_keep_the_space_of_sentencepiece(tmp_path: Path) -> 
         tokenizer_object=inner, eos_token="</s>", additional_special_tokens=["[TOOL_CALLS]"]
     )
     made.save_pretrained(tmp_path)
-    detokenize = showing_marks(HuggingFaceTokenizer(str(tmp_path)), FORMS)
+    detokenize = showing_marks(HuggingFaceTokenizer(str(tmp_path)), ["[TOOL_CALLS]"])
     hello, world, end = 2, 3, 1
     mark = made.convert_tokens_to_ids("[TOOL_CALLS]")
     answer = [hello, mark, world, end, mark, end, world]

@@ -10,10 +10,12 @@ import pytest
 
 from megatron_lite.inference.server.openai_answers import Choice, Piece
 from megatron_lite.inference.server.reasoning import with_reasoning
+from megatron_lite.inference.server.thinking_forms import thinking_forms_of
 from megatron_lite.inference.server.tools import Tools, with_calls
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.serving import ForkedServing
 
+THINK = thinking_forms_of("deepseek-r1", "")
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 
 
@@ -27,7 +29,7 @@ def separated(texts: list[str], *, begun: bool = False) -> tuple[str, str]:
     choice = Choice()
 
     async def run() -> None:
-        async for piece in with_reasoning(answers(texts), begun=begun):
+        async for piece in with_reasoning(answers(texts), THINK, "hi<think>\n" if begun else "hi"):
             choice.add(piece)
 
     asyncio.run(run())
@@ -67,7 +69,7 @@ def test_thinking_is_apart_however_the_text_is_cut(
 
 def test_text_that_begins_no_mark_is_not_held_back() -> None:
     async def run() -> list[tuple[str, str]]:
-        pieces = with_reasoning(answers(["<think>a", " <b", "c</", "think>d", "<"]), begun=False)
+        pieces = with_reasoning(answers(["<think>a", " <b", "c</", "think>d", "<"]), THINK, "hi")
         return [(piece.reasoning, piece.text) async for piece in pieces]
 
     assert asyncio.run(run()) == [("a", ""), (" <b", ""), ("c", ""), ("", "d"), ("", "<")]
@@ -77,7 +79,7 @@ def test_calls_of_tools_are_found_behind_the_thinking() -> None:
     text = '<think>the tool?</think>\n<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
 
     async def run() -> list[Piece]:
-        pieces = with_reasoning(answers([text[:30], text[30:]]), begun=False)
+        pieces = with_reasoning(answers([text[:30], text[30:]]), THINK, "hi")
         return [piece async for piece in with_calls(pieces, Tools((WEATHER,)))]
 
     found = Choice()

@@ -20,7 +20,6 @@ MODELS = (
     "codegen",
     "gpt_neo",
     "apertus, biases",
-    "beam",
     "dbrx",
     "openai_gpt",
 )

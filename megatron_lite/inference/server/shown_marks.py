@@ -1,19 +1,18 @@
-"""Text with the marks of calls that a tokenizer has as special tokens, which text doesn't show otherwise."""
+"""Text with the marks of calls and of thinking that a tokenizer has as special tokens, which text doesn't show otherwise."""
 
 from collections.abc import Iterable, Sequence
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from megatron_lite.inference.server.calls.form import CallForm
 from megatron_lite.inference.text import Detokenize
 
 
-def showing_marks(tokenizer: Tokenizer, forms: Iterable[CallForm]) -> Detokenize:
-    """Return a function from tokens to text that shows the marks of these forms, and no other special token."""
-    marks = {mark for form in forms for mark in form.all_marks}
+def showing_marks(tokenizer: Tokenizer, marks: Iterable[str]) -> Detokenize:
+    """Return a function from tokens to text that shows these marks, and no other special token."""
+    shown = set(marks)
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return tokenizer.detokenize
     special = _special_tokens(tokenizer)
-    hidden = {token for token, text in special.items() if text not in marks}
+    hidden = {token for token, text in special.items() if text not in shown}
     if len(hidden) == len(special):
         return tokenizer.detokenize
 
