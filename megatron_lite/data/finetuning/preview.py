@@ -17,10 +17,11 @@ def preview(sample: Sample | PairSample, tokenizer: Tokenizer) -> Iterator[str]:
     if isinstance(sample, PairSample):
         yield f"the first pair: {learned:,} of its tokens are compared"
         for row, name in enumerate(("chosen", "rejected")):
-            end = int(sample.loss_mask[row].nonzero()[0].max()) + 1
+            # Without the last label, which is no input. A single token has none.
+            end = int(sample.lengths[row]) - 1
             yield f"  {name}"
             yield from _runs(
-                sample.tokens[row, :end],
+                sample.tokens[row, : max(end, 1)],
                 sample.labels[row, :end],
                 sample.loss_mask[row, :end],
                 tokenizer,

@@ -20,6 +20,7 @@ from megatron_lite.checkpoint.restore import open_weights
 from megatron_lite.data.finetuning.dataset import pair_dataset
 from megatron_lite.data.finetuning.examples import Examples
 from megatron_lite.data.finetuning.pieces import scored_pairs_for, without_end
+from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.objectives.score_head import with_score_head
 from megatron_lite.objectives.scored_pairs import ScoredPairs
 from megatron_lite.settings.config import Settings
@@ -231,6 +232,18 @@ def test_answers_of_one_token_have_scores_and_equal_ones_are_dropped() -> None:
     ]
     made = [ScoredPairs().microbatch(batch, Settings()) for batch in batches]
     assert sorted(each.tokens.tolist() for each in made) == [[[1, 0], [2, 0]], [[5, 0], [5, 6]]]
+
+
+def test_a_preview_shows_answers_without_a_learned_token() -> None:
+    pieces = scored_pairs_for(as_examples([5], [7, 6]), 2, padding=9)
+    tokenizer: Any = SimpleNamespace(spelled=lambda tokens: " ".join(map(str, tokens)))
+    assert list(preview(pair_dataset(pieces, np.arange(1), 2, None, seed=1)[0], tokenizer)) == [
+        "the first pair: 0 of its tokens are compared",
+        "  chosen",
+        "    given   '5'",
+        "  rejected",
+        "    given   '7 6'",
+    ]
 
 
 def test_a_pair_that_differs_only_by_padding_is_dropped() -> None:
