@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
@@ -14,7 +17,7 @@ from megatron_lite.data.finetuning.dataset import (
     split_datasets,
 )
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
-from megatron_lite.data.finetuning.pieces import Pieces, pairs_for, pieces_for
+from megatron_lite.data.finetuning.pieces import PairPieces, Pieces, pairs_for, pieces_for
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
@@ -25,12 +28,19 @@ from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
 
-def read_examples_of(settings: Settings, tokenizer: Tokenizer, *, pairs: bool) -> "ExampleData":
-    """Read --finetune-data and --valid-finetune-data. Raises UsageError, CorruptCheckpoint."""
+def read_examples_of(
+    settings: Settings, tokenizer: Tokenizer, *, pairs: bool, margins: bool = False
+) -> "ExampleData":
+    """Read --finetune-data and --valid-finetune-data. Raises UsageError, CorruptCheckpoint.
+
+    pairs: whether records are pairs of answers. margins: whether pairs may have margins.
+    """
     data = settings.data
     assert data.finetune_data is not None
     template = read_template(data.chat_template)
-    options = ReadingOptions(data.finetune_form, data.finetune_turns, template, pairs=pairs)
+    options = ReadingOptions(
+        data.finetune_form, data.finetune_turns, template, pairs=pairs, margins=margins
+    )
     valid = None
     if data.valid_finetune_data:
         valid = read_examples(data.valid_finetune_data, tokenizer, options, "--valid-finetune-data")
@@ -122,9 +132,12 @@ class ExampleData(TrainingData):
         )
 
     def identity(self, setup: Setup) -> str:
-        """See TrainingData.identity. It is a hash of all tokens."""
+        """See TrainingData.identity. It is a hash of all tokens, and of margins if there are any."""
         examples = self.train
-        return cache_key(tokens=examples.tokens, learned=examples.learned, bounds=examples.bounds)
+        margins = {} if examples.margins is None else {"margins": examples.margins}
+        return cache_key(
+            tokens=examples.tokens, learned=examples.learned, bounds=examples.bounds, **margins
+        )
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of the data, and warnings about examples that were left out."""
@@ -160,9 +173,17 @@ class ExampleData(TrainingData):
         return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
 
 
+def _margins(margins: NDArray[np.float64]) -> str:
+    """Return a text such as `margins from 0 to 2.5, 1.25 in the mean`."""
+    return f"margins from {margins.min():g} to {margins.max():g}, {margins.mean():.4g} in the mean"
+
+
 def _remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
     """Yield a line for each property of the examples that a user may not expect. what: the purpose of the examples."""
     examples = pieces.examples
+    margins = pieces.margins if isinstance(pieces, PairPieces) else None
+    if margins is not None and margins.size:
+        yield f"{_margins(margins)}{what}"
     if examples.equal:
         pairs = counted(examples.equal, "pair")
         yield f"warning: left out, as both answers are the same: {pairs}{what}"

@@ -1,7 +1,7 @@
 """The loss of reward models: the Bradley-Terry model of pairs of answers, one chosen and one rejected.
 
--log sigmoid(score of the chosen answer - score of the rejected answer), plus a coefficient times the square of their
-sum, which keeps scores near 0 (arXiv:2312.09244). Source: RewardTrainer of TRL 1.16.
+-log sigmoid(score of the chosen answer - score of the rejected answer - margin), plus a coefficient times the square of
+the scores' sum, which keeps scores near 0 (arXiv:2312.09244). Source: RewardTrainer of TRL 1.16.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,8 @@ from megatron_lite.parallel.payload import Payload
 
 FIGURES = ("chosen_score", "rejected_score", "score_margin", "score_accuracy")
 """Reported next to the loss, as means over pairs."""
+MARGIN = "margin"
+"""Name among a microbatch's extras: float32 [pairs]. Without it, all margins are 0."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class ScoreLoss(PairCriterion):
         assert isinstance(stage, ModelChunk)
         scores = stage.scores(given, run).squeeze(1)
         chosen, rejected = scores[0::2], scores[1::2]
-        losses = pair_losses(chosen, rejected, self.center)
+        losses = pair_losses(chosen, rejected, run.extras.get(MARGIN), self.center)
         figures = {
             "loss": losses,
             "chosen_score": chosen,
@@ -48,7 +50,8 @@ class ScoreLoss(PairCriterion):
         return losses.sum() * run.share, counted_once(figures, run)
 
 
-def pair_losses(chosen: Tensor, rejected: Tensor, center: float) -> Tensor:
-    """Return the loss of each pair. chosen, rejected: float32 [pairs], scores."""
-    losses = -F.logsigmoid(chosen - rejected)
+def pair_losses(chosen: Tensor, rejected: Tensor, margins: Tensor | None, center: float) -> Tensor:
+    """Return the loss of each pair. All tensors are float32 [pairs]. chosen, rejected: scores. margins: None for 0."""
+    gaps = chosen - rejected
+    losses = -F.logsigmoid(gaps if margins is None else gaps - margins)
     return losses + center * (chosen + rejected).square() if center else losses

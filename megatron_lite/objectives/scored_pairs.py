@@ -20,7 +20,7 @@ from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.score_head import with_score_head
-from megatron_lite.objectives.score_loss import FIGURES, ScoreLoss
+from megatron_lite.objectives.score_loss import FIGURES, MARGIN, ScoreLoss
 from megatron_lite.objectives.training_data import Say, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
@@ -52,7 +52,7 @@ class ScoredPairs(Objective):
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         """Read the pairs, without tokens of padding at their ends: transformers takes the score of the token before."""
         check_sources(settings.data)
-        data = read_examples_of(settings, tokenizer, pairs=True)
+        data = read_examples_of(settings, tokenizer, pairs=True, margins=True)
         padding = _padding(tokenizer)
         valid = None if data.valid is None else without_end(data.valid, padding)
         train = without_end(data.train, padding)
@@ -74,7 +74,9 @@ class ScoredPairs(Objective):
         # Tokens of a sample end before its last label, which is the token with the score.
         whole = torch.cat((tokens[:, :1], labels[:, :-1]), 1)
         last = torch.arange(length) == batch["lengths"].view(-1, 1) - 1
-        return Microbatch(whole, whole, last.float())
+        margin = batch["margin"].flatten()
+        extras = {MARGIN: margin.float()} if margin.numel() else {}
+        return Microbatch(whole, whole, last.float(), extras=extras)
 
     def shown(self, figures: Mapping[str, float]) -> str:
         chosen, rejected, margin, accuracy = (figures[name] for name in FIGURES)

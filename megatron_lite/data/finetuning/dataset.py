@@ -85,6 +85,8 @@ class PairSample(NamedTuple):
     """[2]: tokens of each row, with its last label."""
     reference: NDArray[np.float64]
     """[2]: log-probabilities under the reference model; empty if they are not known yet."""
+    margin: NDArray[np.float64]
+    """[1]; empty if no pair of the data has a margin."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ class PairDataset:
             labels[filled] = examples.tokens[predicted]
             loss_mask[filled] = examples.learned[predicted]
         known = np.zeros(0) if self.reference is None else self.reference[number]
-        return PairSample(tokens, labels, loss_mask, lengths, known)
+        margins = self.pieces.margins
+        margin = np.zeros(0) if margins is None else margins[number : number + 1]
+        return PairSample(tokens, labels, loss_mask, lengths, known, margin)
 
 
 def pair_dataset(

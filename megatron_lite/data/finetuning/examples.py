@@ -18,7 +18,7 @@ from megatron_lite.data.encoding import (
 )
 from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import Chat, Plain, read_record
-from megatron_lite.data.finetuning.pairs import read_pair
+from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
 
@@ -33,6 +33,8 @@ class ReadingOptions:
     """The template's text, which replaces the tokenizer's own template."""
     pairs: bool = False
     """Records are pairs of answers. Examples then come in pairs, the chosen one first."""
+    margins: bool = False
+    """Read the margins of pairs."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Examples:
     """Number of instructions written as plain text, because the tokenizer has no chat template."""
     equal: int = 0
     """Number of pairs left out because both answers are the same."""
+    margins: NDArray[np.float64] | None = None
+    """[pairs], 0 for a pair without a margin; None if no pair has one, or if margins are not read."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -94,8 +98,19 @@ def read_examples(
     bounds = np.concatenate(([0], np.cumsum([len(ids) for ids in tokens], dtype=np.int64)))
     joined = np.concatenate(tokens), np.concatenate(learned), bounds, np.array(divisible, bool)
     return Examples(
-        *joined, encoder.unread, encoder.plain_chats // (2 if options.pairs else 1), encoder.equal
+        *joined,
+        encoder.unread,
+        encoder.plain_chats // (2 if options.pairs else 1),
+        encoder.equal,
+        _filled(encoder.margins),
     )
+
+
+def _filled(margins: Sequence[float | None]) -> NDArray[np.float64] | None:
+    """Return the margins with 0 for None; None if there is no other one."""
+    if all(margin is None for margin in margins):
+        return None
+    return np.array([margin or 0.0 for margin in margins])
 
 
 def _reason(record: Record, error: Exception) -> object:
@@ -113,6 +128,8 @@ class _Encoder:
         self._template: ChatTemplate | None = None
         self.unread: Counter[str] = Counter()
         self.plain_chats = self.equal = 0
+        self.margins: list[float | None] = []
+        """Of each pair that is not left out."""
 
     def encode(self, record: Record) -> Encoded:
         """Encode a record. Raises BadRecord, and the tokenizer's errors for a text that it refuses."""
@@ -126,12 +143,15 @@ class _Encoder:
         """Return the chosen and the rejected answer, or [] if they are equal. Raises the same errors as encode."""
         if isinstance(record.content, str):
             raise BadRecord("is plain text; pairs are records with a chosen and a rejected answer")
-        pair = read_pair(read_fields(record.content))
-        self.unread.update(pair.unread)
+        fields = read_fields(record.content)
+        pair = read_pair(fields)
+        margin = read_margin(fields) if self._options.margins else None
+        self.unread.update(pair.unread - ({MARGIN} if self._options.margins else set()))
         chosen, rejected = self._example(pair.chosen), self._example(pair.rejected)
         if chosen.ids == rejected.ids:
             self.equal += 1
             return []
+        self.margins.append(margin)
         if isinstance(pair.chosen, Plain) and not pair.chosen.given:
             # The common beginning of both texts is the question.
             both = zip_longest(chosen.ids, rejected.ids)

@@ -27,6 +27,10 @@ from megatron_lite.data.finetuning.forms import (
 )
 
 ANSWERS = ("chosen", "rejected")
+MARGIN = "margin"
+"""The field with the difference that a reward model's scores of both answers should exceed, as TRL names it."""
+_LARGEST_MARGIN = 3.4e38
+"""About the largest number of float32."""
 
 
 class Pair(NamedTuple):
@@ -63,6 +67,17 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
             'its "chosen" is a text and its "rejected" messages, or the other way round'
         )
     return Pair(chosen.example, rejected.example, chosen.unread)
+
+
+def read_margin(record: Mapping[str, Any]) -> float | None:
+    """Return the margin of a pair, or None if it has none. Raises BadRecord for a value that is no finite number."""
+    value = record.get(MARGIN)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= _LARGEST_MARGIN:
+        raise BadRecord(f'its "{MARGIN}" has to be a finite number, found {value!r:.40}')
+    return float(value)
 
 
 def _as_example(record: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -46,8 +46,18 @@ def pieces_for(examples: Examples, seq_length: int) -> Pieces:
     return Pieces(examples, bounds[:, 0], bounds[:, 1], cut, dropped)
 
 
+@dataclass(frozen=True)
 class PairPieces(Pieces):
     """Pairs of consecutive rows: the parts of the chosen and of the rejected answer that fit."""
+
+    numbers: NDArray[np.int64]
+    """[pairs]: the number of each pair among all pairs of the examples."""
+
+    @property
+    def margins(self) -> NDArray[np.float64] | None:
+        """The margins of these pairs, [pairs]; None if no pair of the examples has one."""
+        margins = self.examples.margins
+        return None if margins is None else margins[self.numbers]
 
     def __len__(self) -> int:
         return len(self.starts) // 2
@@ -98,6 +108,7 @@ def _pair_pieces(
         ends[whole].ravel(),
         int(is_cut[whole].sum()),
         int((~whole).sum()),
+        np.flatnonzero(whole),
     )
 
 

@@ -32,10 +32,12 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def read(tmp_path: Path, records: list[Any], tokenizer: Tokenizer = NUMBERS) -> Examples:
+def read(
+    tmp_path: Path, records: list[Any], tokenizer: Tokenizer = NUMBERS, *, margins: bool = False
+) -> Examples:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return read_examples([str(path)], tokenizer, ReadingOptions(pairs=True))
+    return read_examples([str(path)], tokenizer, ReadingOptions(pairs=True, margins=margins))
 
 
 def spelled(examples: Examples, tokenizer: Tokenizer) -> list[tuple[str, str]]:
@@ -304,3 +306,46 @@ def test_a_preview_shows_both_answers(tmp_path: Path) -> None:
         "  chosen", "    given   '1 2'", f"    learned '3 {EOD}'",
         "  rejected", "    given   '1 2'", f"    learned '4 5 {EOD}'",
     ]  # fmt: skip
+
+
+def pair(number: int, **further: object) -> dict[str, object]:
+    return {"prompt": f"{number}", "chosen": f"{number} 1 2", "rejected": f"{number}", **further}
+
+
+def test_margins_stay_with_their_pairs(tmp_path: Path) -> None:
+    same = {"prompt": "1", "chosen": "2", "rejected": "2", "margin": 9}
+    late = pair(4, margin=8.0) | {"prompt": " ".join(["4"] * 10)}
+    records = [pair(1, margin=1), same, pair(2), late, pair(3, margin=-0.5), pair(5, margin=None)]
+    examples = read(tmp_path, records, margins=True)
+    assert examples.margins is not None
+    assert examples.margins.tolist() == [1, 0, 8, -0.5, 0]
+    assert "margin" not in examples.unread
+    pieces = pairs_for(examples, 6)
+    assert pieces.dropped == 1
+    dataset, *_ = split_datasets(pieces, None, None, 6, 1, [None, 0, 0])
+    assert isinstance(dataset, PairDataset)
+    samples = [dataset[index] for index in range(len(dataset))]
+    found = {int(sample.tokens[0, 0]): sample.margin.tolist() for sample in samples}
+    assert found == {1: [1], 2: [0], 3: [-0.5], 5: [0]}
+
+
+def test_margins_that_no_pair_has_or_nobody_reads_are_none(tmp_path: Path) -> None:
+    assert read(tmp_path, [pair(1), pair(2, margin=None)], margins=True).margins is None
+    unread = read(tmp_path, [pair(1, margin=2.0)])
+    assert unread.margins is None
+    assert unread.unread == {"margin": 1}
+
+
+@pytest.mark.parametrize(
+    "margin",
+    [float("nan"), float("inf"), 1e39, 10**400, "1", True, [1]],
+    ids=["nan", "inf", "over float32", "over float64", "text", "bool", "list"],
+)
+def test_a_margin_that_is_no_finite_number_is_refused_with_its_line(
+    margin: object, tmp_path: Path
+) -> None:
+    records = [pair(1, margin=0.5), pair(2, margin=margin)]
+    words = r'pairs.jsonl:2: its "margin" has to be a finite number, found '
+    with pytest.raises(CorruptCheckpoint, match=words):
+        read(tmp_path, records, margins=True)
+    assert read(tmp_path, records).margins is None
