@@ -78,6 +78,11 @@ class Engine(RankComputation):
         self.infos = built.infos
         self.adapters = built.adapters
         """The adapters of each chunk if only adapters are trained; empty lists if not."""
+        self.trained = [
+            [info for info in (*adapters, *infos) if info.trained]
+            for infos, adapters in zip(built.infos, built.adapters, strict=True)
+        ]
+        """The parameters of each chunk that have gradients, in the order of a forward pass."""
         self._sizes = built.sizes
         self._autocast = autocast_of(self.chunks, options.fp8, grid.group("replicas"))
         self._delayed = [product for chunk in self.chunks for _, product in delayed_products(chunk)]
@@ -115,8 +120,7 @@ class Engine(RankComputation):
             fuses_accumulation=optimizer.fuses_accumulation,
             sums_last=self.options.recompute.granularity != "full",
         )
-        for module, infos, adapters in zip(self.chunks, self.infos, self.adapters, strict=True):
-            trained = [info for info in (*infos, *adapters) if info.trained]
+        for module, infos, trained in zip(self.chunks, self.infos, self.trained, strict=True):
             frozen = [info for info in infos if info.frozen and self.shards_parameters]
             buckets = ChunkBuckets(module, trained, options, frozen)
             buckets.wait_before(list(module.units()), list(module.shared()))

@@ -62,7 +62,8 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
             raise UsageError(f"--{flag} requires --lora-rank (or --lora-load)")
         return None
     saving = settings.checkpointing
-    if saving.save and saving.resume and has_checkpoint(Path(saving.save)):
+    if _continues(settings):
+        assert saving.save is not None
         version = rank_files.find_version(Path(saving.save))
         assert version is not None
         return _continued(settings, version, config)
@@ -72,6 +73,17 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
     options, tensors = _read(settings, place, config)
     weights = {Key(name): tensor for name, tensor in tensors.items()}
     return AdapterStart(options, weights, place=place)
+
+
+def reads_adapters(settings: Settings) -> bool:
+    """Return whether the run starts from adapters in files: it continues, or --lora-load names them."""
+    lora = settings.lora
+    return lora.lora_load is not None or (lora.wanted and _continues(settings))
+
+
+def _continues(settings: Settings) -> bool:
+    saving = settings.checkpointing
+    return bool(saving.save and saving.resume and has_checkpoint(Path(saving.save)))
 
 
 def _new_adapters(lora: Lora) -> LoRA:

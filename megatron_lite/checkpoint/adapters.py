@@ -1,4 +1,7 @@
-"""Adapters are loaded into an engine and gathered from it: whole matrices by name, whatever shards the ranks hold."""
+"""Adapters are loaded into an engine and gathered from it: whole matrices by name, whatever shards the ranks hold.
+
+A head of scores that is trained beside adapters belongs to them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from megatron_lite.checkpoint.weights import fill
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
 from megatron_lite.optimizer.zero import Optimizer
+from megatron_lite.parallel.parameters import ParameterInfo
 
 MASTER = "master"
 
@@ -45,9 +49,16 @@ def load_adapters(engine: Engine, tensors: Mapping[Key, LazyTensor]) -> None:
     The keys are the names in ParameterInfo.native.parts.
     Raises TensorMismatch for a matrix that is missing, unknown, or of another shape.
     """
+    _load(engine, engine.trained, tensors)
+
+
+def _load(
+    engine: Engine, filled: Sequence[Sequence[ParameterInfo]], tensors: Mapping[Key, LazyTensor]
+) -> None:
+    """Fill some parameters of each chunk, and the optimizer's state."""
     weights = {key.name: tensor for key, tensor in tensors.items() if key.slot == WEIGHT}
     wanted: set[str] = set()
-    for module, infos in zip(engine.chunks, engine.adapters, strict=True):
+    for module, infos in zip(engine.chunks, filled, strict=True):
         for info in infos:
             for name, regions in info.native.parts.items():
                 rows = max(region.box.row1 for region in regions)
@@ -93,7 +104,7 @@ def _check(name: str, tensors: Mapping[str, LazyTensor], rows: int, cols: int) -
 def init_adapters(engine: Engine, seed: int) -> None:
     """Initialize adapters: B is zero, so the model is unchanged at first. A is random, with the variance that peft uses.
 
-    The values are the same for every layout.
+    The values are the same for every layout. A head of scores keeps its own values.
     """
     parts: list[tuple[str, Sequence[Region]]] = []
     for infos in engine.adapters:
@@ -114,7 +125,7 @@ def init_adapters(engine: Engine, seed: int) -> None:
         std = (3 * widths[name]) ** -0.5
         own_seed = mix(seed, *name.encode())
         tensors[Key(name)] = RandomTensor(shape, own_seed, normal(std))
-    load_adapters(engine, tensors)
+    _load(engine, engine.adapters, tensors)
 
 
 def _agree(engine: Engine, widths: dict[str, int]) -> None:

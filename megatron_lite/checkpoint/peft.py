@@ -4,6 +4,8 @@ All experts of a layer are one parameter in transformers, and peft stacks their 
 
 - A [experts · r, in]: the rows of expert 0, then of expert 1, …
 - B [out, r · experts]: expert e has the columns e, e + experts, e + 2 · experts …
+
+A head of scores is stored whole as `score.weight` [labels, hidden] (modules_to_save, task_type SEQ_CLS).
 """
 
 import io
@@ -22,7 +24,7 @@ from formats.tensor import LazyTensor, read_tensor
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
 from megaconv.adapters.targets import weights_of
-from megaconv.errors import NotExpressible
+from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapters import HeldTensor
@@ -31,6 +33,8 @@ from megatron_lite.settings.options import LoRA
 
 WEIGHTS = "adapter_model.safetensors"
 _A, _B = "lora_A.weight", "lora_B.weight"
+_HEAD = "score.weight"
+"""The head of scores, by its canonical name and in peft's files."""
 
 
 def adapter_files(
@@ -38,14 +42,21 @@ def adapter_files(
 ) -> dict[str, bytes]:
     """Return the contents of the adapter's files by file name.
 
-    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended.
+    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended. A model with
+    a head of scores has its `score.weight` too.
     """
     named = {where.module.name: where.module for where in modules_of(config).values()}
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
+    has_scores = config.has("scores")
+    head = {_HEAD: tensors[_HEAD]} if has_scores else {}
     stored = {
-        f"base_model.model.{name}": tensor for name, tensor in _stacked(modules, tensors).items()
+        f"base_model.model.{name}": tensor
+        for name, tensor in (_stacked(modules, tensors) | head).items()
     }
-    described = json.dumps(_described(modules, options, base), indent=2, sort_keys=True) + "\n"
+    fields = _described(modules, options, base)
+    if has_scores:
+        fields |= _OF_SCORES
+    described = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     return {CONFIG: described.encode(), WEIGHTS: safetensors_bytes(stored)}
 
 
@@ -89,6 +100,10 @@ def _described(modules: Sequence[Module], options: LoRA, base: str) -> dict[str,
     }  # fmt: skip
 
 
+_OF_SCORES: Mapping[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+"""Fields of an adapter that has a head of scores."""
+
+
 def _last_two(path: str) -> str:
     return ".".join(path.split(".")[-2:])
 
@@ -128,8 +143,9 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     """
     adapter = open_adapter(directory)
     described = adapter.config
+    head = _head(adapter.replaced, config, directory)
     refused = [
-        (described.dora, "DoRA"), (adapter.replaced, "whole tensors"), (adapter.tokens, "rows of single tokens"),
+        (described.dora, "DoRA"), (adapter.replaced.keys() - head, "whole tensors"), (adapter.tokens, "rows of single tokens"),
         (described.ranks, "other ranks for some modules"),
         (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
         (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
@@ -143,7 +159,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     for where in modules_of(config).values():
         if where.module not in by_name[where.module.path, where.module.parameter]:
             by_name[where.module.path, where.module.parameter].append(where.module)
-    tensors: dict[str, LazyTensor] = {}
+    tensors: dict[str, LazyTensor] = {**head}
     targets: set[str] = set()
     for module, native in weights_of(adapter, family(config.family), config):
         path, _, last = native.name.rpartition(".")
@@ -164,6 +180,28 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
         tensors,
         described.base,
     )
+
+
+def _head(
+    replaced: Mapping[str, LazyTensor], config: ModelConfig, directory: Path
+) -> dict[str, LazyTensor]:
+    """Return the adapter's head of scores by name, {} for a model without one. replaced: the adapter's whole tensors.
+
+    Raises NotExpressible if the head is missing, TensorMismatch if it has another shape.
+    """
+    if not config.has("scores"):
+        return {}
+    if _HEAD not in replaced:
+        raise NotExpressible(
+            f"{directory}: the adapter has no head of scores (score.weight), and the model has one; merge the adapter into its base "
+            "(megaconv merge), and start from the result"
+        )
+    found, expected = replaced[_HEAD], (config.head.labels, config.hidden)
+    if tuple(found.shape) != expected:
+        raise TensorMismatch(
+            f"{directory}: score.weight has shape {list(found.shape)}, the model needs {list(expected)}"
+        )
+    return {_HEAD: HeldTensor(_floats(found))}
 
 
 def _floats(tensor: LazyTensor) -> Tensor:

@@ -117,10 +117,11 @@ def _adapter(options: LoRA) -> str:
 def _introduce_adapters(run: Run, start: AdapterStart) -> None:
     load = run.settings.checkpointing.load
     trained = 0
-    for infos in run.engine.adapters:
+    for infos in run.engine.trained:
         for info in infos:
             trained += prod(info.native.shape)
-    adapter = _adapter(start.options)
+    head = ", with the head of scores" if run.config.has("scores") else ""
+    adapter = f"{_adapter(start.options)}{head}"
     origin = "fresh" if start.place is None else f"from {start.place}"
     size = f"{trained:,} parameters on this rank, {_bytes_each(run)}"
     run.say(f"{adapter}, {origin}: {size}")

@@ -116,6 +116,11 @@ class ModelChunk(Network):
         if isinstance(self.output_layer, Head):
             yield from tied_embedding(self.embedding, self.output_layer)
 
+    def is_frozen(self, name: str) -> bool:
+        """See Network.is_frozen. A head of scores is trained whole beside adapters, as by peft."""
+        of_scores = name == "output_layer.weight" and self.plan.config.has("scores")
+        return super().is_frozen(name) and not of_scores
+
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """Run the stage. taken: output of the previous stage.
 

@@ -9,6 +9,7 @@ import torch
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megatron_lite.checkpoint.adapter_runs import reads_adapters
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import check_sources
@@ -43,6 +44,9 @@ class ScoredPairs(Objective):
         """Return the start with a head for one score. Raises UsageError, NotExpressible."""
         if start is None:
             return None
+        if reads_adapters(settings):
+            # The head of the adapters' files replaces a new one.
+            say = _nothing
         return with_score_head(start, _std(start.config, settings), settings.training.seed, say)
 
     def described(self, config: ModelConfig, tokenizer: Tokenizer) -> ModelConfig:
@@ -81,6 +85,10 @@ class ScoredPairs(Objective):
     def shown(self, figures: Mapping[str, float]) -> str:
         chosen, rejected, margin, accuracy = (figures[name] for name in FIGURES)
         return f" | scores {chosen:.4f} chosen, {rejected:.4f} rejected, margin {margin:.4f}, accuracy {accuracy:.1%}"
+
+
+def _nothing(line: str) -> None:
+    """Say nothing."""
 
 
 def _padding(tokenizer: Tokenizer) -> int | None:

@@ -79,10 +79,6 @@ def _rewards(settings: Settings) -> Judged:
         f"--center-rewards-coefficient {coefficient:g} must be 0 or more",
     )
     yield (
-        settings.lora.wanted,
-        "--reward-modeling trains all weights, because its head is new; adapters can't be combined with it yet",
-    )
-    yield (
         settings.data.finetune_form is not None,
         "--finetune-form names a form of examples; pairs have their own, so leave it out",
     )

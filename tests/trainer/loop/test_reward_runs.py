@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
@@ -37,14 +39,17 @@ WORDS = (
 )
 FIGURES = ("loss", "chosen_score", "rejected_score", "score_margin", "score_accuracy")
 COUNT = 8
+MARGINS = [0.0, 0.5, 1, 2.5, 0.25, -0.5, 3.0, 1.5]
 
 
-def write_pairs(directory: Path) -> None:
+def write_pairs(directory: Path, margins: Sequence[object] | None = None) -> None:
     directory.mkdir(exist_ok=True)
-    records = [
+    records: list[dict[str, Any]] = [
         {"prompt": f"{n} 2", "chosen": f"3 {n} 4", "rejected": f"{n} 5"}
         for n in range(7, 7 + COUNT)
     ]
+    for record, margin in zip(records, margins or (), strict=False):
+        record["margin"] = margin
     (directory / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
 
 
@@ -64,6 +69,15 @@ def scores_of_transformers(model: Path, rows: list[list[int]]) -> list[float]:
         scores = read(torch.tensor(batch), attention_mask=torch.tensor(visible)).logits
     found: list[float] = scores.squeeze(1).tolist()
     return found
+
+
+def merge_reward_model(run: Path, iteration: int, merged: Path) -> None:
+    """Merge a run's adapter into BASE, as docs/reward-models.md says: the token of padding is that of the run."""
+    adapter = run / f"iter_{iteration:07}"
+    megaconv.convert(BASE, merged, saver="hf", adapters=[str(adapter)], dtype="float32")
+    described = json.loads((merged / "config.json").read_text())
+    described["pad_token_id"] = json.loads((run / "hf/config.json").read_text())["pad_token_id"]
+    (merged / "config.json").write_text(json.dumps(described))
 
 
 @pytest.mark.oracle
@@ -135,6 +149,68 @@ def test_a_run_goes_on_to_the_same_bits_and_transformers_gives_the_same_scores(
     assert "model: the model has a head of scores, as reward models and critics have it" in refused(
         tmp_path / "next", f"{for_words} --load {model} --train-iters 1"
     )
+
+
+@pytest.mark.oracle
+def test_a_run_of_adapters_goes_on_to_the_same_bits_and_its_merged_model_gives_the_same_scores(
+    tmp_path: Path,
+) -> None:
+    command = f"{WORDS} --load {BASE} --save ckpt --lora-rank 4 --train-iters 4"
+    for name in ("whole", "same", "other"):
+        write_pairs(tmp_path / name, MARGINS)
+    log = train(tmp_path / "whole", 1, command).log(0)
+    assert f"new: score.weight; left out of {BASE}: head.weight" in log
+    assert "LoRA of rank 4, alpha 8 on all-linear, with the head of scores, fresh: 3,936 " in log
+    assert "margins from -0.5 to 3, 1.031 in the mean" in log
+    saved = tmp_path / "whole" / "ckpt" / "iter_0000004"
+    described = json.loads((saved / "adapter_config.json").read_text())
+    assert (described["task_type"], described["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    expected = load_file(saved / "adapter_model.safetensors")
+    assert expected["base_model.model.score.weight"].shape == (1, 32)
+
+    for name, size, layout in (("same", 1, ""), ("other", 4, "--tp 2 --pp 2 --sequence-parallel")):
+        place = tmp_path / name
+        train(place, 1, f"{command} --exit-interval 2")
+        again = train(place, size, f"{command} --resume {layout}").log(0)
+        assert "continuing after step 2, 16 samples" in again
+        assert "new:" not in again
+        assert "changed since the checkpoint" not in again
+        found = load_file(place / "ckpt/iter_0000004/adapter_model.safetensors")
+        for key, tensor in expected.items():
+            is_equal = np.array_equal(found[key], tensor)
+            assert is_equal if name == "same" else np.allclose(found[key], tensor, atol=1e-4), key
+
+    merge_reward_model(tmp_path / "whole" / "ckpt", 4, tmp_path / "merged")
+    # The next step begins from the merged model, and from the adapter on its base.
+    rows = [[n, 2, 3, n, 4] for n in range(7, 7 + COUNT)]
+    rows += [[n, 2, n, 5] for n in range(7, 7 + COUNT)]
+    scores = np.array(scores_of_transformers(tmp_path / "merged", rows)).reshape(2, COUNT)
+    for name, words in (
+        ("merged", f"--load {tmp_path / 'merged'}"),
+        ("adapter", f"--load {BASE} --lora-load {saved}"),
+    ):
+        write_pairs(tmp_path / f"next-{name}")
+        further = train(tmp_path / f"next-{name}", 1, f"{WORDS} {words} --train-iters 1").log(0)
+        assert "new:" not in further
+        _, of_chosen, of_rejected, *_ = figures(tmp_path / f"next-{name}")[0]
+        assert (of_chosen, of_rejected) == pytest.approx(scores.mean(1).tolist(), rel=1e-4)
+
+
+def test_margins_change_the_loss_alone_and_pairs_without_one_have_0(tmp_path: Path) -> None:
+    for name, margins in (("none", None), ("zero", [None, 0]), ("some", [1, None])):
+        write_pairs(tmp_path / name, margins)
+        train(tmp_path / name, 1, f"{WORDS} --load {BASE} --train-iters 1")
+    (none,), (zero,), (some,) = (figures(tmp_path / name) for name in ("none", "zero", "some"))
+    assert none == zero
+    assert none[1:] == some[1:]
+    assert some[0] > none[0]
+
+
+def test_dpo_reports_margins_as_fields_that_are_not_read(tmp_path: Path) -> None:
+    write_pairs(tmp_path, MARGINS)
+    dpo = WORDS.replace("--reward-modeling", "--dpo")
+    log = train(tmp_path, 1, f"{dpo} --load {BASE} --train-iters 1").log(0)
+    assert 'fields that are not read: "margin"' in log
 
 
 def test_a_killed_run_goes_on_to_the_same_bits_at_two_ranks(tmp_path: Path) -> None:
@@ -259,7 +335,6 @@ def test_a_pair_that_differs_only_by_padding_is_dropped() -> None:
         ("--center-rewards-coefficient 0.1", "--center-rewards-coefficient requires --reward-modeling"),
         (f"--reward-modeling --load {BASE} --center-rewards-coefficient -1", "--center-rewards-coefficient -1 must be 0 or more"),
         (f"--reward-modeling --load {BASE} --dpo", "--reward-modeling and --dpo are two objectives"),
-        (f"--reward-modeling --load {BASE} --lora-rank 4", "adapters can't be combined with it yet"),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(

@@ -20,7 +20,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.score_loss import ScoreLoss
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.rank.report import StepReport
-from megatron_lite.settings.options import ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.worlds import World
 
 pytestmark = pytest.mark.oracle
@@ -101,7 +101,7 @@ def pairs(step: int) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def make(case: Case, place: Path) -> Engine:
+def make(case: Case, place: Path, lora: LoRA | None = None) -> Engine:
     source = open_checkpoint(place)
     layout = Layout(
         case.tp,
@@ -114,6 +114,7 @@ def make(case: Case, place: Path) -> Engine:
     grid = make_grid(layout, case.dp, torch.device("cpu"), cp=case.cp, experts=has_experts)
     options = ModelOptions(
         "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
+        lora=lora,
     )  # fmt: skip
     zero3 = case.sharding == "optim_grads_params"
     optimizer = OptimizerOptions(
