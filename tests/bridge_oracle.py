@@ -29,7 +29,7 @@ REPLACED = (
         "nvidia_resiliency_ext",
         "modelopt",
     ),
-    *("datasets", "qwen_vl_utils", "timm", "open_clip", "wandb", "mlflow"),
+    *("datasets", "qwen_vl_utils", "timm", "open_clip", "wandb", "mlflow", "megatron.energon"),
 )
 """Packages for a GPU, and for what is not called here."""
 REPLY = "bridge-oracle "
@@ -72,7 +72,7 @@ class _Replacing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        replaced = name.split(".")[0] in REPLACED
+        replaced = any(name == each or name.startswith(f"{each}.") for each in REPLACED)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if replaced else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:

@@ -16,9 +16,10 @@ def answer(job: dict[str, Any]) -> dict[str, list[str] | None]:
     from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 
     found: dict[str, list[str] | None] = {}
-    registry = next(
-        each for each in _all_below(MegatronModelBridge) if each.__name__ == job["bridge"]
-    )().mapping_registry()
+    kinds = _all_below(MegatronModelBridge)
+    bridge = next(each for each in kinds if each.__name__ == job["bridge"])()
+    bridge.hf_pretrained = None  # bridges of experts ask it for the form of the stored experts
+    registry = bridge.mapping_registry()
     for name in job["names"]:
         mapping = registry.megatron_to_hf_lookup(name)
         names = None if mapping is None else mapping.hf_param

@@ -49,7 +49,7 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "gpt2, exact gelu": ("GPTModelProvider", {}),
     "qwen3_moe": ("GPTModelProvider", {"ep": 2, **LOCAL}),
     "mixtral": ("GPTModelProvider", LOCAL),
-    "gpt_oss": ("GPTOSSProvider", LOCAL),
+    "gpt_oss": ("GPTModelProvider", LOCAL),
     "deepseek_v3, yarn": ("MLAModelProvider", LOCAL),
 }
 """Variant -> (the provider that Bridge builds it by, how it is written)."""

@@ -1,13 +1,13 @@
 """A model as the fields of a Megatron-Bridge provider, from which Bridge builds it: the inverse of provider.py.
 
-    _target_: megatron.bridge.models.gpt_provider.GPTModelProvider          GPTModel; with yarn the provider of GPT-OSS, which
-    num_layers: 32                                                          has its fields; with latent attention another
+    _target_: megatron.bridge.models.gpt_provider.GPTModelProvider          GPTModel; with latent attention another
+    num_layers: 32
     activation_func: {_target_: torch.nn.functional.silu, _call_: false}
 
 Bridge drops a field that the class doesn't have, with only a warning. Therefore only names are written that all
-releases since 0.3 have. Models whose layers need special providers (Gemma, OLMoE, hybrids ...) are refused. Source:
-gpt_provider.py, mla_provider.py, gpt_oss_provider.py and instantiate_utils.py of Megatron-Bridge 0.3.1,
-TransformerConfig of megatron-core 0.16.
+releases since 0.3 have, and those of yarn, without which Bridge 0.3 can't build a model with yarn. Models whose layers
+need special providers (Gemma, OLMoE, hybrids ...) are refused. Source: gpt_provider.py, mla_provider.py and
+instantiate_utils.py of Megatron-Bridge 0.3.1 to 0.6.2, TransformerConfig of megatron-core 0.16 to 0.19.
 """
 
 from argparse import Namespace
@@ -26,7 +26,6 @@ from megaconv.model.meaning import require_kept
 _MODELS = "megatron.bridge.models"
 _GPT = f"{_MODELS}.gpt_provider.GPTModelProvider"
 _LATENT = f"{_MODELS}.mla_provider.MLAModelProvider"
-_YARN = f"{_MODELS}.gpt_oss.gpt_oss_provider.GPTOSSProvider"
 _LAYERS = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 
 _SAME = (
@@ -168,13 +167,10 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
         *(_OF_EXPERTS if config.experts.count else ()),
     ]
     names += (*YARN.values(), YARN_TRUNCATE) if has_yarn(config) else ()
-    provider = _YARN if has_yarn(config) else _GPT
-    if latent:
-        provider = _LATENT
     fields = {name: given[name] for name in names if name in given}
     fields |= {name: given[argument] for name, argument in RENAMED.items() if argument in given}
     fields |= {
-        "_target_": provider,
+        "_target_": _LATENT if latent else _GPT,
         "transformer_layer_spec": _layers(args),
         "num_moe_experts": config.experts.count or None,
         "num_query_groups": config.attention.kv_heads,

@@ -5,7 +5,7 @@
     <root>/iter_0000001/train_state.pt              the counts of samples
     <root>/iter_0000001/tokenizer/                  what Bridge's load_tokenizer() opens, by the `tokenizer:` of run_config.yaml
 
-run_config.py reads these files. Source: checkpointing.py, model_load_save.py and state.py of Megatron-Bridge 0.3.1.
+run_config.py reads these files. Source: checkpointing.py, model_load_save.py and state.py of Megatron-Bridge 0.3.1 to 0.6.2.
 """
 
 from argparse import Namespace
@@ -32,6 +32,11 @@ The value asks for one A per fused layer, as in Bridge's LoRA, even if A has to 
 CONTENT = {"singleton_local_shards": False}
 """content_metadata of common.pt. Bridge adds an entry to it before it reads any tensor."""
 _TOKENIZER = "megatron.bridge.training.tokenizers.config.TokenizerConfig"
+_EMPTY_PATH = "megatron.bridge.training.model_load_save.Path"
+"""pathlib.Path, by the name with which load_tokenizer() compares a path with Path().
+
+For an empty path Bridge opens the tokenizer beside the checkpoint. Since 0.4.1 it makes no object of `pathlib` itself.
+"""
 
 
 def bridge_files(
@@ -65,7 +70,7 @@ def bridge_files(
         "peft": None,
     }
     if tokenizer:
-        here = {"_target_": "pathlib.Path"}  # Bridge looks for it beside the checkpoint
+        here = {"_target_": _EMPTY_PATH}
         settings["tokenizer"] = {
             "_target_": _TOKENIZER,
             "tokenizer_type": "HuggingFaceTokenizer",
