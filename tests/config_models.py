@@ -344,6 +344,21 @@ OWN_KEYS: dict[str, Raw] = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "beam": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 7e3},
+        },
+    },
     "axk1": {**LATENT_KEYS, **MLP_KINDS, "n_group": 3, "topk_group": 2},
     "axk2": {
         **LATENT_KEYS,

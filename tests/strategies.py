@@ -211,6 +211,7 @@ OTHERS = (
     "afmoe",
     "aria_text",
     "axk1",
+    "beam",
     "dbrx",
     "flint",
     "gpt_bigcode",

@@ -952,6 +952,16 @@ BEYOND_MEGATRON = {
         {"one less": {"sliding_window": WINDOW - 1}, "unscaled embedding": {"mup_enabled": False}, "scale": {"route_scale": 1.0},
          "more dense layers": {"num_dense_layers": 2}},
     ),
+    "beam": Variant(
+        "beam",
+        {**EXPERTS, "num_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "head_dim": 12, "sliding_window": WINDOW,
+         "mlp_layer_types": ["dense", "sparse"] * 2, "final_logit_softcapping": 1.5, **every_other_window(),
+         **two_ropes(None, rope_of(700.0))},
+        {"one less": {"sliding_window": WINDOW - 1}, "one group": {"n_group": 1, "topk_group": 1}, "scale": {"routed_scaling_factor": 1.0},
+         "weights left as they are": {"norm_topk_prob": False}, "no limit": {"final_logit_softcapping": None},
+         "rope everywhere": two_ropes(rope_of(700.0), rope_of(700.0)), "no rope": two_ropes(None, None),
+         "windows elsewhere": windows(LAYERS - 1)},
+    ),
     "kolibri1": Variant(
         "kolibri1",
         {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,

@@ -84,6 +84,9 @@ class DescribedModel:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    residual_by_depth: bool = False
+    """True if the n-th sum of the model, counted from 2, has weights by its number (Beam): the root of 1 / n for the
+    sublayer's output, and the root of (n - 1) / n for the values that it is added to."""
     residual_temperature: float | None = None
     """Temperature of the gates of residuals (Muse Spark): the sigmoid of a stored number, divided by it, gives the weights
     of each element of a sublayer's input and output in their sum. None: both are added as they are."""

@@ -57,6 +57,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "capped_scores": lambda config: config.attention.score_cap is not None,
     "block_indexer": lambda config: any(each.indexed for each in config.layers),
     "head_gate": lambda config: config.attention.head_gate,
+    "gate_bias": lambda config: config.attention.output_gate and config.attention.gate_bias,
+    "depth_residuals": lambda config: config.residual_by_depth,
     "softplus_gate": lambda config: (
         (config.attention.output_gate or config.attention.head_gate)
         and config.attention.gate_activation == "softplus"

@@ -70,6 +70,7 @@ STRUCTURE = (
         "attention.sinks",
         "attention.output_gate",
         "attention.head_gate",
+        "attention.gate_bias",
         "attention.sinks_in_windows",
         "attention.v_dim",
         "attention.growing",

@@ -158,6 +158,8 @@ def _of_attention_without_effect(config: ModelConfig) -> Iterator[str]:
         yield "attention.o_bias_last"
     if not (attention.output_gate or attention.head_gate):
         yield "attention.gate_activation"
+    if not attention.output_gate:
+        yield "attention.gate_bias"
     if not attention.sinks:
         yield "attention.sinks_in_windows"
     if not config.has("block_indexer"):

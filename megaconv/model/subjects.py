@@ -102,6 +102,8 @@ class Attention:
     """True if the sigmoid of another projection, as wide as that output, scales the output of attention."""
     head_gate: bool = False
     """True if the sigmoid of another projection, with one element for each head, scales the output of attention."""
+    gate_bias: bool = False
+    """True if a stored number for each head is added to the projection that output_gate describes."""
     gate_activation: str = "sigmoid"
     """The function of such a projection: `sigmoid` or `softplus`."""
     clip: float | None = None
@@ -129,13 +131,15 @@ class Attention:
 class Temperature:
     """A factor on q that grows with the position (Llama 4): 1 + scale * log(1 + floor((position + offset) / interval)).
 
-    scale is 0 in models without it.
+    scale is 0 in models without it. A power (Beam) is (1 + (position + offset) / interval) ** scale.
     """
 
     scale: float = 0.0
     interval: int = 0
     """Positions with the same factor."""
     offset: int = 0
+    power: bool = False
+    """True if the factor is a power."""
     everywhere: bool = False
     """True if the factor applies in all layers. False: in layers that rope doesn't rotate."""
 

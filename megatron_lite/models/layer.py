@@ -1,5 +1,6 @@
 """One layer: a mixer and an MLP of the kinds that the model's description names."""
 
+from math import sqrt
 from typing import ClassVar
 
 import torch
@@ -55,6 +56,7 @@ class Layer(Residual):
         self.ranks = plan.ranks
         self.dropout = options.hidden_dropout
         self.scale = config.residual_scale
+        self.by_depth = config.residual_by_depth
         self.parallel, self.shares_norm = config.parallel_residual, config.has("shared_norm")
         self.after_attention = rng.At(layer, rng.AFTER_ATTENTION)
         self.after_mlp = rng.At(layer, rng.AFTER_MLP)
@@ -132,4 +134,17 @@ class Layer(Residual):
     def _added(self, x: Tensor, made: Tensor, run: Pass, at: rng.At) -> Tensor:
         """Add the output of a mixer or an MLP to its input, scaled if the model has a factor."""
         dropped = self.drop(made, run, at)
+        if self.by_depth:
+            weighted: Tensor = _weighted_by_depth(x, dropped, at)
+            return weighted
         return x + (dropped if self.scale is None else dropped * self.scale)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weighted_by_depth(x: Tensor, made: Tensor, at: rng.At) -> Tensor:
+    """Add the output of a mixer or an MLP to its input, with weights by the number of the sum in the model, counted from 2.
+
+    It is not compiled, because each layer would be compiled anew.
+    """
+    number = 2 * at.layer + (2 if at.place == rng.AFTER_ATTENTION else 3)
+    return made * sqrt(1 / number) + x * sqrt((number - 1) / number)

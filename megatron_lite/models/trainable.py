@@ -18,10 +18,10 @@ from megatron_lite.settings.architecture import OF_THEIR_OWN
 from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "cohere2",
-    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5",
-    "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
-    "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
+    "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2",
+    "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
     "gptj", "granite", "granite_moe", "granite_moe_hybrid", "granite_moe_shared", "granite_moe_swa", "granite_swa",
     "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder",

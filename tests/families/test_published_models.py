@@ -40,6 +40,7 @@ MOST_OF_A_FILE = 100_000
 COUNTED = {
     "ai21labs/Jamba-v0.1": ("JambaForCausalLM", 51.57),
     "microsoft/Phi-3.5-MoE-instruct": ("PhimoeForCausalLM", 41.87),
+    "reflection/Beam-1.0-501B-A23B": ("BeamForCausalLM", 501.3),
     "databricks/dbrx-instruct": ("DbrxForCausalLM", 131.6),
     "state-spaces/mamba-2.8b-hf": ("MambaForCausalLM", 2.768),
     "swiss-ai/Apertus-8B-2509": ("ApertusForCausalLM", 8.053),

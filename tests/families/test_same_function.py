@@ -149,6 +149,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
 
 
 CAPS_LOGITS = (
+    "beam",
     "gemma2",
     "gemma3n_text",
     "gemma4_text",

@@ -44,6 +44,7 @@ class Sinks(nn.Module):
 class SelfAttention(nn.Module):
     """Self-attention with its norm."""
 
+    kinds: ClassVar = {"gate_bias": Kind.SHARDED}
     own_keys = True
     """False if keys and values are those of an earlier layer."""
 
@@ -77,6 +78,8 @@ class SelfAttention(nn.Module):
         hidden, attention, heads = plan.config.hidden, plan.config.attention, plan.sizes["heads"]
         gated = attention.output_gate or attention.head_gate
         self.gate = GATES[attention.gate_activation] if gated else None
+        has_bias = attention.output_gate and attention.gate_bias
+        self.gate_bias = nn.Parameter(torch.empty(heads)) if has_bias else None
         self.keys_are_values = plan.kind(self.layer).keys_as_values
         self.widths = self._widths(attention)
         rows = self.kv_heads * sum(self.widths.values())
@@ -157,7 +160,8 @@ class SelfAttention(nn.Module):
             rules=self._rules(k, run),
         )
         if gate is not None and self.gate is not None:
-            mixed = mixed * self.gate(gate)
+            moved = gate if self.gate_bias is None else gate + self.gate_bias[:, None]
+            mixed = mixed * self.gate(moved)
         mixed = mixed if self.inner_norm is None else self.inner_norm(mixed)
         projected: Tensor = self.linear_proj(mixed.flatten(2))
         return projected
@@ -221,8 +225,11 @@ def _l2_normed(x: Tensor, epsilon: float) -> Tensor:
 
 def tempered(q: Tensor, temperature: Temperature, positions: Tensor) -> Tensor:
     """Scale q [sequence, batch, heads, head_dim] by its positions, int64 [sequence, batch or 1]."""
-    intervals = torch.floor((positions.float() + temperature.offset) / temperature.interval)
-    factor = 1 + temperature.scale * torch.log1p(intervals)
+    intervals = (positions.float() + temperature.offset) / temperature.interval
+    if temperature.power:
+        factor = torch.exp(temperature.scale * torch.log1p(intervals))
+    else:
+        factor = 1 + temperature.scale * torch.log1p(torch.floor(intervals))
     return (q * factor[..., None, None]).to(q.dtype)
 
 

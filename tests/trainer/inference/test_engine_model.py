@@ -80,6 +80,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "beam": (
+        "beam",
+        {
+            "head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "topk_group": 1,
+            "mlp_layer_types": ["dense", "sparse"] * 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "sliding_window": 6,
+        },
+    ),
     "dbrx": (
         "dbrx",
         {
@@ -490,7 +504,7 @@ LAYOUTS = {
 WITH_EXPERTS = (
     *("mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gpt_oss", "minimax_m2"),
     *("lara_mini", "nemotron_h", "qwen3_next", "granite hybrid, experts", "gemma4_text, experts"),
-    *("dbrx", "mimo_v2_flash", "laguna", "step3p5", "kimi_linear"),
+    *("beam", "dbrx", "mimo_v2_flash", "laguna", "step3p5", "kimi_linear"),
 )
 FITTING = [
     (name, layout)

@@ -20,6 +20,7 @@ MODELS = (
     "codegen",
     "gpt_neo",
     "apertus, biases",
+    "beam",
     "dbrx",
     "openai_gpt",
 )

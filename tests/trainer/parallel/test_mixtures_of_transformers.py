@@ -197,6 +197,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
                 "granite_moe_shared",
                 "granite_moe_swa",
                 "afmoe",
+                "beam",
                 "axk1",
                 "flint",
                 "kolibri1",
