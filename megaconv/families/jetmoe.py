@@ -3,8 +3,9 @@
     model.layers.{l}.self_attention.{kv_proj, experts.{router, input_linear, output_linear, bias}}
     model.layers.{l}.mlp.{router, input_linear, output_linear, bias}
 
-transformers' class normalizes with rms_norm_eps after the last layer alone, and with 1e-6 in layers. Megatron core has no such
-attention: these models are converted between Hugging Face's files. Source: JetMoeConfig and modeling_jetmoe.py of
+Published files have other names of keys (moe_num_experts, moe_top_k). transformers' class doesn't read them, and its defaults
+are the same values. The class normalizes with rms_norm_eps after the last layer alone, and with 1e-6 in layers. Megatron core
+has no such attention: these models are converted between Hugging Face's files. Source: JetMoeConfig and modeling_jetmoe.py of
 transformers 5.24.
 """
 
@@ -50,7 +51,7 @@ ROWS = hf_only((EMBEDDING, *_LAYERS, *HEAD))
 _HEADS, _GROUPS, _CHANNELS, _EPSILON = (
     "num_attention_heads", "num_key_value_heads", "kv_channels", "rms_norm_eps",
 )  # fmt: skip
-_COUNT, _CHOSEN = "num_local_experts", "num_experts_per_tok"
+_COUNT, _CHOSEN, _WIDTH_KEY = "num_local_experts", "num_experts_per_tok", "intermediate_size"
 _LAYER_EPSILON = 1e-6
 
 
@@ -90,10 +91,38 @@ def _write_epsilon(config: ModelConfig) -> Raw:
     return {_EPSILON: _LAYER_EPSILON if last is None else last}
 
 
+_OLDER = {
+    "ffn_hidden_size": (_WIDTH_KEY, 5632),
+    "moe_num_experts": (_COUNT, 8),
+    "moe_top_k": (_CHOSEN, 2),
+    "n_positions": ("max_position_embeddings", 4096),
+}
+"""Key of published files -> (the key that transformers' class reads instead, its default)."""
+
+
+def _read_older(raw: Raw) -> Fields:
+    """Raise CorruptCheckpoint if a key of published files says something that transformers' class doesn't compute."""
+    for older, (key, default) in _OLDER.items():
+        computed = raw.get(key, default)
+        stated = raw.get(older, computed)
+        if stated != computed:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {older} is {stated!r:.40}, but transformers' class computes with {key} {computed!r:.40}; "
+                f"write {key} with the value of the trained model, and leave {older} out"
+            )
+    return {}
+
+
+def _read_width(raw: Raw) -> Fields:
+    width = need_size(raw, _WIDTH_KEY, 5632)
+    return {"mlp.ffn": width, "experts.ffn": width}
+
+
 _BODY = body_keys(positions=4096, epsilon_key=None, tied=True, tokens=(1, 2, None))
 _KEYS = (
-    *without_keys(_BODY, "intermediate_size"),
-    EXPERTS_WIDTH,
+    *without_keys(_BODY, _WIDTH_KEY),
+    Keys((_WIDTH_KEY,), _read_width, EXPERTS_WIDTH.write),
+    Keys(tuple(_OLDER), _read_older, lambda config: {}),
     Keys((_HEADS, _GROUPS, _CHANNELS, _COUNT, _CHOSEN), _read_heads, _write_heads),
     Keys((_EPSILON,), _read_epsilon, _write_epsilon),
 )
@@ -107,12 +136,12 @@ _FIXED = {
 
 FAMILY = Family(
     name="jetmoe",
-    architectures=("JetMoeForCausalLM",),
+    architectures=("JetMoeForCausalLM", "JetMoEForCausalLM"),
     model_type="jetmoe",
     rows=ROWS,
     keys=_KEYS,
     fixed=_FIXED,
-    only={"activation_function": "silu"},
+    only={"activation_function": "silu", "glu": True, "rotary_percent": 1.0},
     aliases={"head_dim": _CHANNELS},
     ignored=ROPE_FREQUENCIES,
     recognized=None,

@@ -15,6 +15,7 @@ from megaconv.model.meaning import lost_fields
 from tests.families.test_published_models import PUBLISHED
 from tests.runs import run
 from tests.transformers_oracle import CONVERTED, create, load
+from tests.whole_models import elements_by_table
 
 JETMOE: dict[str, Any] = PUBLISHED["jetmoe/jetmoe-8b"]["config"]
 
@@ -62,6 +63,11 @@ def test_a_file_of_the_other_number_of_experts_is_refused(source: Path, tmp_path
         megaconv.convert(tmp_path / "in", tmp_path / "out", saver="hf")
 
 
+def test_the_published_model_has_as_many_elements_as_its_index_says() -> None:
+    total_size = 17044475904  # model.safetensors.index.json of jetmoe/jetmoe-8b, in bf16
+    assert elements_by_table("jetmoe", JETMOE) == total_size // 2
+
+
 def test_keys_that_transformers_adds_say_the_same() -> None:
     added = {
         "num_attention_heads": 32,
@@ -77,10 +83,25 @@ def test_keys_that_transformers_adds_say_the_same() -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        (
+            {"moe_top_k": 4},
+            "moe_top_k is 4, but transformers' class computes with num_experts_per_tok 2",
+        ),
+        ({"n_positions": 8192}, "n_positions is 8192, .* max_position_embeddings 4096"),
+        (
+            {
+                "num_experts_per_tok": 4,
+                "moe_top_k": 4,
+                "num_attention_heads": 64,
+                "moe_num_experts": 16,
+            },
+            "moe_num_experts is 16",
+        ),
+        ({"glu": False}, "glu False is not supported"),
         ({"num_attention_heads": 16}, "num_attention_heads is 16, but 16 .* make 32"),
         ({"head_dim": 64}, "kv_channels is 128 and head_dim 64, two names for one thing"),
         ({"kv_channels": 0}, "kv_channels should be a positive number, found 0"),
-        ({"num_experts_per_tok": 9}, "9 of 8 experts"),
+        ({"num_experts_per_tok": 9, "moe_top_k": 9, "num_attention_heads": 144}, "9 of 8 experts"),
         ({"activation_function": "gelu"}, "activation_function 'gelu' is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps should be a number, found 'small'"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps.* should be 0 or more"),
