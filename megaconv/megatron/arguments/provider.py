@@ -17,8 +17,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from formats.yaml_file import Tagged
 from megaconv.errors import CorruptCheckpoint, UnknownFamily
+from megaconv.megatron.arguments.provider_layers import (
+    SPECS,
+    require_described,
+    target_of,
+    window_fields,
+)
 from megaconv.megatron.arguments.rope import LLAMA3_SCALING
 from megaconv.model.check import listing
 
@@ -36,7 +41,6 @@ _LLAMA3 = {
     "old_context_len": "original_max_position_embeddings",
 }
 """Fields of a provider beside scale_factor -> the keys in config.json."""
-_SPECS = ("transformer_layer_spec", "mamba_stack_spec", "hybrid_stack_spec")
 _OWN_MODULES = ("megatron.core.", "megatron.bridge.", "nemo.collections.llm.", "torch.")
 """Prefixes of the modules of Megatron, Bridge, NeMo and torch themselves."""
 _TURNED = (
@@ -60,6 +64,8 @@ _WITHOUT_EFFECT = (
     *(
         "generation_config",
         "hf_model_id",
+        "interleaved_attn_pattern",
+        "mamba_chunk_size",
         "mtp_enabled",
         "no_sync_func",
         "parallel_output",
@@ -101,17 +107,18 @@ def provider_arguments(fields: Mapping[str, Any], where: str, *, complete: bool)
 
     where: the file, for messages. complete: True if nothing else describes the model.
     Raises CorruptCheckpoint for settings without a decisive field, UnknownFamily for a scaling of positions that
-    Megatron-LM has no argument for.
+    Megatron-LM has no argument for, and for layers that compute more than the fields say.
     """
     inner = fields.get("transformer")
     if isinstance(inner, dict):
         fields = {name: value for name, value in fields.items() if name != "transformer"} | inner
     if complete:
+        require_described(fields, where)
         _require_deciding(fields, where)
     given = {
         name: value
-        for name, value in fields.items()
-        if name not in (*_TURNED, *_SPECS, *_WITHOUT_EFFECT)
+        for name, value in {**fields, **window_fields(fields)}.items()
+        if name not in (*_TURNED, *SPECS, *_WITHOUT_EFFECT)
     }
     for name, argument in RENAMED.items():
         if name in given:
@@ -124,7 +131,7 @@ def provider_arguments(fields: Mapping[str, Any], where: str, *, complete: bool)
         ]
     given |= _activation(fields) | _llama3_scaling(fields, where)
     specs = [
-        target for name in _SPECS if (target := target_of(fields.get(name))) and not _is_own(target)
+        target for name in SPECS if (target := target_of(fields.get(name))) and not _is_own(target)
     ]
     args = Namespace()
     # Not as attributes: a field may have a name like __class__.
@@ -143,15 +150,6 @@ def _require_deciding(fields: Mapping[str, Any], where: str) -> None:
             f"{where}: has no {listing(missing)}, whose default differs by class; "
             "pass --config with the Hugging Face directory of the model"
         )
-
-
-def target_of(value: Any) -> str:
-    """The dotted name of a class or function in any of YAML's spellings; empty for any other value."""
-    if isinstance(value, dict):
-        value = value.get("_target_")
-    if isinstance(value, Tagged):
-        value = value.tag.partition("python/name:")[2]
-    return value if isinstance(value, str) else ""
 
 
 def _is_own(target: str) -> bool:
