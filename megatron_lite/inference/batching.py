@@ -12,7 +12,7 @@ neither a greedy answer nor a sampled one: a guess is accepted with the probabil
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -40,6 +40,10 @@ class Step:
     end: str | None
     """`stop` (a stop id, or the end of a beam search), `length`, `error` (see slots.NotFinite); None: the request continues."""
     beams: tuple[Beam, ...] = ()
+    drafted: bool = False
+    """True if a draft guessed the token."""
+    rejected: int = 0
+    """Number of drafts that were wrong behind the token."""
 
 
 @dataclass
@@ -239,8 +243,9 @@ class RunningBatch:
             if steps[-1].end is not None or steps[-1].token != guess:
                 break
             row.done += 1
-            steps.append(self._take(row, following))
+            steps.append(replace(self._take(row, following), drafted=True))
         accepted = len(steps) - 1
+        steps[-1] = replace(steps[-1], rejected=len(drafted) - accepted)
         row.stale = row.stale and accepted < len(drafted)
         if row.stale:
             row.done = start

@@ -54,7 +54,7 @@ from megatron_lite.inference.server.streams import beams, pieces
 from megatron_lite.inference.server.thinking_forms import ThinkingForm, thinking_forms_of
 from megatron_lite.inference.server.tools import with_calls
 from megatron_lite.inference.server.worker import Worker
-from megatron_lite.inference.slots import LanguageModel, Scored, require_finite
+from megatron_lite.inference.slots import Drafter, LanguageModel, Scored, require_finite
 from megatron_lite.inference.text import Detokenize
 
 T = TypeVar("T")
@@ -214,7 +214,11 @@ class Server:
         deadline = Deadline(self.limits.seconds)
         wanted = await self._read(request, lambda fields, opened: read(fields, opened, self.name))
         form = Form(
-            chat, wanted.model, self.opened.tokenizer.detokenize, wanted.log_probs is not None
+            chat,
+            wanted.model,
+            self.opened.tokenizer.detokenize,
+            wanted.log_probs is not None,
+            isinstance(self.opened.model, Drafter),
         )
         if not wanted.stream:
             return await unless_gone(request, self._whole(wanted, form, deadline))
@@ -273,7 +277,7 @@ class Server:
                     choice.add(piece)
                     generated += len(piece.tokens)
         if wanted.usage:
-            yield form.last(sum(map(len, wanted.prompts)), generated)
+            yield form.last(choices, sum(map(len, wanted.prompts)), generated)
 
     def _pieces(self, wanted: Wanted, deadline: Deadline) -> AsyncGenerator[Piece, None]:
         found = pieces(

@@ -26,6 +26,10 @@ class Piece:
     """Calls of tools."""
     reasoning: str = ""
     """New text of the model's thinking, if it is separated from the answer."""
+    accepted: int = 0
+    """Number of the tokens that drafts guessed."""
+    rejected: int = 0
+    """Number of wrong drafts."""
 
 
 @dataclass
@@ -37,6 +41,8 @@ class Choice:
     end: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
     reasoning: str = ""
+    accepted: int = 0
+    rejected: int = 0
 
     def add(self, piece: Piece) -> None:
         """Append a piece."""
@@ -44,6 +50,8 @@ class Choice:
         self.reasoning += piece.reasoning
         self.tokens += piece.tokens
         self.calls += piece.calls
+        self.accepted += piece.accepted
+        self.rejected += piece.rejected
         self.end = piece.end or self.end
 
 
@@ -71,6 +79,8 @@ class Form:
     model: str
     detokenize: Detokenize
     log_probs: bool
+    drafts: bool = False
+    """True if the usage has the numbers of drafts."""
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -84,7 +94,8 @@ class Form:
             if self.chat:
                 fields = {"message": _message(choice)}
             made.append(self._choice(number, fields, choice.tokens, choice.end, 0))
-        return self._envelope(made, streamed=False) | {"usage": usage(prompt_tokens, generated)}
+        counted = self._usage(choices, prompt_tokens, generated)
+        return self._envelope(made, streamed=False) | counted
 
     def part(self, piece: Piece, before: Choice, *, first: bool) -> dict[str, Any]:
         """Return a chunk of a stream.
@@ -105,9 +116,26 @@ class Form:
             streamed=True,
         )
 
-    def last(self, prompt_tokens: int, generated: int) -> dict[str, Any]:
+    def last(self, choices: Sequence[Choice], prompt_tokens: int, generated: int) -> dict[str, Any]:
         """Return the last chunk of a stream, with the numbers of tokens."""
-        return self._envelope([], streamed=True) | {"usage": usage(prompt_tokens, generated)}
+        counted = self._usage(choices, prompt_tokens, generated)
+        return self._envelope([], streamed=True) | counted
+
+    def _usage(
+        self, choices: Sequence[Choice], prompt_tokens: int, generated: int
+    ) -> dict[str, Any]:
+        """Return OpenAI's object for the numbers of tokens."""
+        found: dict[str, Any] = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": prompt_tokens + generated,
+        }
+        if self.drafts:
+            found["completion_tokens_details"] = {
+                "accepted_prediction_tokens": sum(choice.accepted for choice in choices),
+                "rejected_prediction_tokens": sum(choice.rejected for choice in choices),
+            }
+        return {"usage": found}
 
     def _envelope(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
         kind = "text_completion"
@@ -194,12 +222,3 @@ def _message(choice: Choice) -> dict[str, Any]:
     if choice.calls:
         message |= {"content": choice.text or None, "tool_calls": list(choice.calls)}
     return message
-
-
-def usage(prompt_tokens: int, generated: int) -> dict[str, int]:
-    """Return OpenAI's object for the numbers of tokens."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": generated,
-        "total_tokens": prompt_tokens + generated,
-    }

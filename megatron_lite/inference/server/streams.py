@@ -60,7 +60,10 @@ async def pieces(
                     calls = wanted.tools.openai_calls(answer.calls)
                 reason = "tool_calls" if calls else reason
                 del answers[which]
-            yield Piece(which, said.text, tokens, reason, calls, said.thinking)
+            accepted = int(step.drafted and not is_stop)
+            yield Piece(
+                which, said.text, tokens, reason, calls, said.thinking, accepted, step.rejected
+            )
     finally:
         worker.cancel(ticket)
 

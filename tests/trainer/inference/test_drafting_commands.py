@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,12 @@ def test_generate_stops_at_a_word_within_a_step(
     assert found[0] == found[1]
 
 
+def predicted(usage: dict[str, Any]) -> tuple[int, int]:
+    """Numbers of (accepted, rejected) drafts, as OpenAI's clients read them."""
+    details = usage["completion_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
 def test_the_server_counts_drafts(checkpoint: Path) -> None:
     pytest.importorskip("starlette", reason="starlette is not installed (extra `serve`)")
     answers = []
@@ -79,6 +86,18 @@ def test_the_server_counts_drafts(checkpoint: Path) -> None:
             assert serving.metric("draft_tokens_accepted_total") >= 0
             assert serving.metric("draft_tokens_accepted_total") <= serving.metric("draft_tokens_total")  # fmt: skip
             assert serving.metric("generated_tokens_total") == 6 * 8
+            accepted, rejected = predicted(said["usage"])
+            assert accepted == serving.metric("draft_tokens_accepted_total")
+            assert accepted + rejected == serving.metric("draft_tokens_total") > 0
+            streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            _, events = serving.ask("/v1/completions", streamed)
+            *_, last, _ = [line for line in events.splitlines() if line]
+            assert predicted(json.loads(last.removeprefix("data: "))["usage"]) == (
+                accepted,
+                rejected,
+            )
+        else:
+            assert "completion_tokens_details" not in said["usage"]
         assert serving.end()[0] == 0
     assert answers[0] == answers[1]
 
