@@ -205,6 +205,13 @@ def test_the_chat_template_says_which_form_it_is() -> None:
     assert [form.name for form in forms_of("mistral", TEMPLATES["hermes"])] == ["mistral"]
 
 
+def test_a_template_with_old_and_new_marks_of_deepseek_writes_the_new_ones() -> None:
+    """DSML came later, and no older model writes it. Published templates have one kind of marks."""
+    for newer in ("deepseek-v3.2", "deepseek-v4"):
+        both = TEMPLATES["deepseek-v3"] + TEMPLATES[newer]
+        assert [form.name for form in forms_of("auto", both)] == [newer]
+
+
 def test_no_begin_mark_is_part_of_another_one() -> None:
     """Otherwise the pieces would decide which of them an answer has."""
     begins = {begin for form in FORMS for begin, _ in form.marks}

@@ -17,7 +17,7 @@ from megatron_lite.inference.server.calls.nemotron import NEMOTRON_2
 from megatron_lite.inference.server.calls.qwen import QWEN_CODER
 
 FORMS = (
-    KIMI_K2, MISTRAL, DEEPSEEK_V3, DEEPSEEK_V3_2, DEEPSEEK_V4, MINIMAX_M2, GEMMA_4, FUNCTION_GEMMA, GRANITE_3, LFM_2, HUNYUAN_3, GLM,
+    KIMI_K2, MISTRAL, DEEPSEEK_V3_2, DEEPSEEK_V4, DEEPSEEK_V3, MINIMAX_M2, GEMMA_4, FUNCTION_GEMMA, GRANITE_3, LFM_2, HUNYUAN_3, GLM,
     QWEN_CODER, HUNYUAN_A13B, NEMOTRON_2, HERMES, LLAMA_4, LLAMA_3,
 )  # fmt: skip
 """The forms, those with the most particular signs first."""
