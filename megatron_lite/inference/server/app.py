@@ -37,7 +37,7 @@ from megatron_lite.inference.server.local_only import LocalOnly
 from megatron_lite.inference.server.metrics import metrics
 from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
-from megatron_lite.inference.server.openai_requests import Wanted, chat, completion
+from megatron_lite.inference.server.openai_requests import Wanted, chat, completion, unknown_model
 from megatron_lite.inference.server.page import POLICY, page
 from megatron_lite.inference.server.reasoning import with_reasoning, without_reasoning
 from megatron_lite.inference.server.responses import (
@@ -59,6 +59,7 @@ from megatron_lite.inference.text import Detokenize
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+MODELS = "/v1/models"
 _DISCARDED = 16
 """If a body is refused before it is read, at most this many times the largest body is discarded."""
 _OF_MARK = 16
@@ -104,7 +105,8 @@ class Server:
         routes = [
             Route("/v1/completions", guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
-            Route("/v1/models", guarded(self.models)),
+            Route(MODELS, guarded(self.models)),
+            Route(f"{MODELS}/{{name:path}}", guarded(self.one_model)),
             Route("/api", guarded(self.megatron), methods=["PUT", "POST"]),
             Route("/metrics", guarded(self.metrics)),
             Route("/health", self.health),
@@ -132,7 +134,7 @@ class Server:
             except asyncio.CancelledError:  # after SIGTERM, the time for open answers has ended
                 response = refusal(ShuttingDown())
             if not isinstance(response, Events):  # Events counts itself at its end
-                self.answered[request.url.path, response.status_code] += 1
+                self.answered[_route(request), response.status_code] += 1
             return response
 
         return guarded
@@ -345,8 +347,8 @@ class Server:
         """The model's facts. Counting the tensors of a model with many experts takes tens of milliseconds."""
         return model_card(self.opened)
 
-    async def models(self, request: Request) -> Response:
-        """Answer /v1/models."""
+    def _models(self) -> list[dict[str, Any]]:
+        """Return the model and its adapters."""
         model = {
             "object": "model",
             "created": self.started,
@@ -357,7 +359,19 @@ class Server:
         listed = [{"id": self.name, **model}]
         for name in self.opened.adapters:
             listed.append({"id": name, **model, "parent": self.name})
-        return JSONResponse({"object": "list", "data": listed})
+        return listed
+
+    async def models(self, request: Request) -> Response:
+        """Answer /v1/models."""
+        return JSONResponse({"object": "list", "data": self._models()})
+
+    async def one_model(self, request: Request) -> Response:
+        """Answer /v1/models/NAME. Raises UnknownModel."""
+        name = request.path_params["name"]
+        for model in self._models():
+            if model["id"] == name:
+                return JSONResponse(model)
+        raise unknown_model(name, (self.name, *self.opened.adapters))
 
     async def health(self, request: Request) -> Response:
         """Report that the server is alive. Requests that ended without an answer are counted here."""
@@ -375,6 +389,12 @@ class Server:
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' format."""
         return PlainTextResponse(metrics(self.worker, self.opened.model, self.answered))
+
+
+def _route(request: Request) -> str:
+    """Return the path of a request's route, without the name of a model, so that clients add no lines to the metrics."""
+    path = request.url.path
+    return MODELS if path.startswith(f"{MODELS}/") else path
 
 
 def _score(

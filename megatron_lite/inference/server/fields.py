@@ -6,7 +6,9 @@ from typing import Any
 
 from megatron_lite.inference.server.errors import Refused
 
-HARMLESS = ("user", "metadata", "store", "service_tier", "safety_identifier")
+HARMLESS = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prediction",
+)  # fmt: skip
 """Fields that are accepted without effect: none of them changes an answer."""
 
 
@@ -60,11 +62,11 @@ class Fields:
             )
         return value
 
-    def boolean(self, name: str) -> bool:
-        """Return a boolean; False if it is missing. Raises Refused."""
+    def boolean(self, name: str, *, default: bool = False) -> bool:
+        """Return a boolean field. Raises Refused."""
         value = self.any(name)
         if value is None or isinstance(value, bool):
-            return bool(value)
+            return default if value is None else value
         raise Refused(f"{name} should be true or false, found {value!r:.60}", name)
 
     def words(self, name: str, most: int) -> tuple[str, ...]:
@@ -90,9 +92,10 @@ class Fields:
                 )
 
     def finish(self) -> None:
-        """Raise Refused if a field was not read."""
-        if self._left:
-            name = next(iter(self._left))
+        """Raise Refused if a field was not read. A field that is null is one that the client left out."""
+        for name in self._left:
+            if name not in self:
+                continue
             raise Refused(f"unknown field {name!r:.60}", name, "unknown_field")
 
 

@@ -1,6 +1,7 @@
 """Converts requests of OpenAI's routes to requests for a running batch. Every field is supported or refused."""
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,8 @@ from megatron_lite.models.rng import mix
 
 MOST_PROMPTS, MOST_CHOICES, MOST_STOPS, MOST_ALTERNATIVES = 128, 128, 16, 20
 LARGEST_PENALTY = 2
+_SMALLEST_TOP_P = 1e-9
+"""It leaves only the likeliest token, as OpenAI's 0 does."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def _shared(
     seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
     sampling = Sampling(
         fields.number("temperature", 1.0, 0, 100), fields.integer("top_k", 0, 0, opened.config.vocab),
-        fields.number("top_p", 1.0, 1e-9, 1), fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
+        max(fields.number("top_p", 1.0, 0, 1), _SMALLEST_TOP_P), fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
         secrets.randbits(62) if seed is None else seed,
         fields.number("presence_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
         fields.number("frequency_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
@@ -197,11 +200,15 @@ def _model(asked: object, opened: Opened, name: str) -> tuple[str, int | None]:
     if asked is None:
         return names[min(1, len(opened.adapters))], None
     if asked not in names:
-        known = ", ".join(map(repr, names))
-        raise UnknownModel(
-            f"there is no model {asked!r:.100} here, but {known}", "model", "model_not_found"
-        )
+        raise unknown_model(asked, names)
     return str(asked), names.index(str(asked))
+
+
+def unknown_model(asked: object, names: Sequence[str]) -> UnknownModel:
+    """Return the refusal of a request for another model than these."""
+    known = ", ".join(map(repr, names))
+    message = f"there is no model {asked!r:.100} here, but {known}"
+    return UnknownModel(message, "model", "model_not_found")
 
 
 def _stream_options(value: Any, *, stream: bool) -> bool:

@@ -28,6 +28,8 @@ class Tools:
     """The tools as in the request. The chat template gets them."""
     forced: tuple[str, ...] = ()
     """Names of the tools of which the answer must call one; (): a call is the model's choice."""
+    allowed: tuple[str, ...] | None = None
+    """Names of the tools that the answer may call, if these are not all."""
     single: bool = False
     """True if an answer may have only one call."""
     forms: tuple[CallForm, ...] = FORMS
@@ -50,13 +52,14 @@ class Tools:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all tools."""
-        return tuple(map(_name, self.described))
+        """The names of the tools that the answer may call."""
+        return tuple(map(_name, self.described)) if self.allowed is None else self.allowed
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The JSON schema of each tool's parameters, by name."""
-        return {_name(tool): tool["function"].get("parameters", {}) for tool in self.described}
+        """The JSON schema of the parameters of each tool that the answer may call, by name."""
+        parameters = {_name(tool): tool["function"].get("parameters") for tool in self.described}
+        return {name: parameters[name] or {} for name in self.names}
 
     def stream(self) -> CallStream:
         """Return the state of an answer's beginning. An answer that must be a call is JSON without marks."""
@@ -83,7 +86,7 @@ def read_tools(fields: Fields) -> Tools | None:
     Raises Refused.
     """
     described, choice = fields.any("tools"), fields.any("tool_choice")
-    single = fields.any("parallel_tool_calls") is False
+    single = not fields.boolean("parallel_tool_calls", default=True)
     if described in (None, []):
         if choice not in (None, "none", "auto"):
             raise Refused("tool_choice needs tools", "tool_choice")
@@ -94,17 +97,28 @@ def read_tools(fields: Fields) -> Tools | None:
         return None
     if choice in (None, "auto"):
         return tools
-    names = tuple(_name(tool) for tool in described)
     if choice == "required":
-        return replace(tools, forced=names)
+        return replace(tools, forced=tools.names)
+    allowed = choice.get("allowed_tools") if isinstance(choice, dict) else None
+    if isinstance(allowed, dict) and isinstance(allowed.get("tools"), list):
+        names = tuple(_chosen(each, tools) for each in allowed["tools"])
+        if allowed.get("mode") in ("auto", "required") and names:
+            forced = names if allowed["mode"] == "required" else ()
+            return replace(tools, allowed=names, forced=forced)
+    return replace(tools, forced=(_chosen(choice, tools),))
+
+
+def _chosen(choice: Any, tools: Tools) -> str:
+    """Return the name of a tool in `tool_choice`. Raises Refused."""
     wanted = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(wanted, dict) or wanted.get("name") not in names:
+    name = wanted.get("name") if isinstance(wanted, dict) else None
+    if name not in tools.names:
         raise Refused(
-            "tool_choice should be none, auto, required, or an object with the name of one of the tools, "
+            "tool_choice should be none, auto, required, allowed_tools, or an object with the name of one of the tools, "
             f"found {choice!r:.80}",
             "tool_choice",
         )
-    return replace(tools, forced=(wanted["name"],))
+    return str(name)
 
 
 async def with_calls(
@@ -140,7 +154,7 @@ def _check(described: Any) -> None:
                 f"tool {number} should be an object with a function that has a name, found {tool!r:.60}",
                 "tools",
             )
-        if not isinstance(function.get("parameters", {}), dict):
+        if not isinstance(function.get("parameters") or {}, dict):
             raise Refused(f"the parameters of tool {number} should be a JSON schema", "tools")
 
 

@@ -120,6 +120,28 @@ def test_an_answer_has_the_requested_number_of_likeliest_tokens(serving: Serving
         assert top[word] == value
 
 
+def test_a_client_finds_a_model_by_its_name(serving: Serving) -> None:
+    openai = pytest.importorskip("openai", reason="the client openai is not installed")
+    client = openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0)
+    (listed,) = client.models.list().data
+    assert client.models.retrieve(listed.id) == listed
+    for name in ("another", "a/b"):
+        with pytest.raises(openai.NotFoundError, match="there is no model"):
+            client.models.retrieve(name)
+    lines = serving.ask("/metrics")[1].splitlines()
+    assert not [line for line in lines if "another" in line or "a/b" in line]
+
+
+def test_fields_without_effect_and_fields_that_are_null_are_accepted(serving: Serving) -> None:
+    """Many clients send each of their fields. A top_p of 0 leaves the likeliest token."""
+    body = {"prompt": "Hello", "max_tokens": 6}
+    _, greedy = serving.ask("/v1/completions", {**body, "temperature": 0})
+    fields = {"prompt_cache_key": "a", "audio": None, "temperature": None, "top_p": 0}
+    status, found = serving.ask("/v1/completions", body | fields)
+    assert status == 200, found
+    assert found["choices"][0]["text"] == greedy["choices"][0]["text"]
+
+
 def letters_of_whitespace(model: tuple[Path, Any]) -> dict[str, float]:
     """A bias against the tokens of spaces and line ends."""
     from transformers import AutoTokenizer

@@ -329,9 +329,36 @@ def test_a_choice_says_which_tools_must_be_called() -> None:
     assert form["properties"] == {"name": {"const": "time"}, "arguments": {"type": "object"}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_a_choice_may_allow_a_part_of_the_tools() -> None:
+    """OpenAI's clients send all tools, so that the prompt stays the same, and allow some of them."""
+    tools = read(tools=[WEATHER, TIME], tool_choice=allowed("auto", "time"))
+    assert tools is not None
+    assert tools.described == (WEATHER, TIME)
+    assert split(tools, '{"name": "weather"}') == ('{"name": "weather"}', ())
+    assert [call["function"]["name"] for call in split(tools, '{"name": "time"}')[1]] == ["time"]
+    tools = read(tools=[WEATHER, TIME], tool_choice=allowed("required", "time"))
+    assert tools is not None
+    assert tools.forced == ("time",)
+
+
+def test_parameters_that_are_null_are_none() -> None:
+    tools = read(tools=[{"type": "function", "function": {"name": "time", "parameters": None}}])
+    assert tools is not None
+    assert tools.schemas == {"time": {}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"tools": [TIME], "tool_choice": allowed("auto", "b")}, "name of one of the tools"),
+        ({"tools": [TIME], "tool_choice": allowed("often", "time")}, "name of one of the tools"),
+        ({"tools": [TIME], "tool_choice": allowed("auto")}, "name of one of the tools"),
+        ({"tools": [TIME], "parallel_tool_calls": "no"}, "should be true or false"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"tools": "weather"}, "list of up to 128 tools"),
         ({"tools": [{"function": {}}]}, "a function that has a name"),
