@@ -4,8 +4,9 @@
     shard-00001-model-00001-of-00001.safetensors ...       HuggingFaceStorageWriter(save_distributed=True)
 
 Tensors have transformers' names, or torchtitan's names for Llama. torchtitan stores each head's rows of q and k as
-rotary pairs, as Meta does. The names may have a prefix from the state dict. The config.json comes from --config, or
-from the checkpoint's directory. Optimizer state is read if it is that of torch's Adam (megaconv/pytorch/stored_optimizer.py).
+rotary pairs, as Meta does. The names may have a prefix from the state dict. The config.json comes from --config, from
+the checkpoint's directory, or from the `.hf_metadata` in which NeMo AutoModel stores it. Optimizer state is read if it
+is that of torch's Adam (megaconv/pytorch/stored_optimizer.py).
 """
 
 import logging
@@ -38,6 +39,7 @@ from megaconv.pytorch.training_state import Parameters
 
 _log = logging.getLogger("megaconv")
 
+HF_METADATA = ".hf_metadata"
 _TITAN = META_ROWS
 _TRANSFORMERS = (HF, HF_STACKED)
 _OPTIMIZER = re.compile(r"(.*\.)?optim(izers?)?\.")
@@ -58,7 +60,7 @@ def _is_plain(path: Path) -> bool:
 
 def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     """Open a checkpoint. Raises CheckpointError if it is incomplete, or doesn't match the configuration."""
-    directory = options.config or path
+    directory = options.config or _description(path)
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(
             f"{path}: a distributed checkpoint doesn't describe its model; give --config with the model's Hugging Face directory",
@@ -109,6 +111,12 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         has_optimizer=any(_OPTIMIZER.match(name) for name in opened),
     )
     return OpenedSource(header, tensors)
+
+
+def _description(path: Path) -> Path:
+    """The directory with the config.json and the tokenizer of a checkpoint. It may hold neither."""
+    beside = path / HF_METADATA
+    return beside if (beside / CONFIG_NAME).is_file() else path
 
 
 class _Names(NamedTuple):
