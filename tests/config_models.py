@@ -314,6 +314,14 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "recurrent_gemma": {
+        "head_dim": 4,
+        "lru_width": 40,
+        "conv1d_width": 3,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "attention"],
+        "logits_soft_cap": 20.0,
+    },
     "jamba": {
         "num_experts": 6,
         "num_experts_per_tok": 3,

@@ -262,6 +262,7 @@ BETWEEN_FILES = (
         "mamba",
         "falcon_mamba",
         "jamba",
+        "recurrent_gemma",
         "muse_glimmer_text",
         "muse_spark_text",
     ),
@@ -335,6 +336,8 @@ def own_fields(family: str) -> dict[str, Any]:
     if family in ("mamba", "falcon_mamba", "jamba"):
         sizes = {"width": 8, "state": 3, "conv": 4, "rank": 2}
         inputs = {f"mamba1.{name}": size for name, size in sizes.items()}
+    if family == "recurrent_gemma":
+        inputs = {"recurrent.head_dim": 3, "recurrent.conv": 4}
     if family == "hrm_text":
         inputs = {"recurrence.high": 2, "recurrence.low": 1}
     if family == "muse_spark_text":

@@ -1068,6 +1068,14 @@ CONVERTED = {
         for kind, others in (("mamba", {}), ("falcon_mamba", {"epsilon of the mixer": {"mixer_rms_eps": 1e-2}}))
     },
     "mamba, tied": Variant("mamba", {**MAMBA_1, "use_conv_bias": False, "tie_word_embeddings": True}),
+    "recurrent_gemma": Variant(
+        "recurrent_gemma",
+        {"lru_width": 40, "conv1d_width": 3, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"],
+         "num_key_value_heads": 2, "logits_soft_cap": 1.5, **rope(5000.0, partial_rotary_factor=0.5)},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0, partial_rotary_factor=0.5),
+         "whole heads rotate": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_activation": "silu"},
+         "one less": {"attention_window_size": WINDOW - 1}, "limit": {"logits_soft_cap": 2.0}},
+    ),
     "jamba": Variant(
         "jamba",
         {"attn_layer_period": 3, "attn_layer_offset": 2, "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "num_experts": 4,

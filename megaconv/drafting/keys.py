@@ -40,7 +40,7 @@ _ALWAYS = frozenset(
 """Keys of every architecture."""
 _OLDER = frozenset(("rope_theta", "rope_scaling", "original_max_position_embeddings"))
 """Keys of transformers 4 for rope_parameters."""
-_MIXERS = frozenset(("linear", "mamba", "mamba1", "convolution", "compressed"))
+_MIXERS = frozenset(("linear", "mamba", "mamba1", "recurrent", "convolution", "compressed"))
 """Subjects of a model's description about single kinds of mixers."""
 _NEEDED = frozenset(
     ("hidden", "vocab", "max_positions", "layers.count", "mlp.ffn", "attention.heads")

@@ -18,6 +18,7 @@ from megaconv.model.mixers import (
     LinearAttention,
     Mamba,
     Mamba1,
+    Recurrent,
     ShortConvolution,
 )
 from megaconv.model.own_names import OwnNames
@@ -68,6 +69,7 @@ class DescribedModel:
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     mamba1: Mamba1 = field(default_factory=Mamba1)
+    recurrent: Recurrent = field(default_factory=Recurrent)
     convolution: ShortConvolution = field(default_factory=ShortConvolution)
     factors: Factors = field(default_factory=Factors)
     experts: Experts = field(default_factory=Experts)

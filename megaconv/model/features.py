@@ -106,6 +106,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "mamba1_layers": lambda config: any(each.mixer == "mamba1" for each in config.layers),
     "mamba1_bias": lambda config: config.mamba1.bias,
     "mamba1_conv_bias": lambda config: config.mamba1.conv_bias,
+    "recurrent_layers": lambda config: any(each.mixer == "recurrent" for each in config.layers),
     "convolution_layers": lambda config: any(each.mixer == "convolution" for each in config.layers),
     "hybrid_stack": lambda config: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
@@ -210,6 +211,7 @@ OF_LAYER: Mapping[str, Callable[[DescribedModel, LayerKind, int], bool]] = {
     "mamba": lambda config, kind, layer: kind.mixer in ("mamba", "side_by_side"),
     "mamba1": lambda config, kind, layer: kind.mixer == "mamba1",
     "lightning": lambda config, kind, layer: kind.mixer == "lightning",
+    "recurrent": lambda config, kind, layer: kind.mixer == "recurrent",
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (

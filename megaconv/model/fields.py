@@ -137,6 +137,7 @@ STRUCTURE = (
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state", "mamba.norm"),
     *("mamba1.width", "mamba1.state", "mamba1.conv", "mamba1.rank", "mamba1.bias"),
     *("mamba1.conv_bias", "mamba1.norms"),
+    *("recurrent.head_dim", "recurrent.conv"),
     "convolution.width",
     "recurrence.high",
 )

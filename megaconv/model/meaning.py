@@ -179,6 +179,8 @@ def _of_mixers_without_effect(config: ModelConfig) -> Iterator[str]:
         yield from _fields_below("mamba1.")
     elif config.mamba1.norms == "none":
         yield "mamba1.norm_epsilon"
+    if not config.has("recurrent_layers"):
+        yield from _fields_below("recurrent.")
     if not config.has("convolution_layers"):
         yield "convolution.width"
 

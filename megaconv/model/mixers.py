@@ -64,6 +64,17 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class Recurrent:
+    """The layers with mixer `recurrent`: gated linear recurrences (RG-LRU, arXiv 2402.19427). All sizes are 0 in models
+    without such layers."""
+
+    head_dim: int = 0
+    """Channels of each of attention.heads heads. A channel has a state of one number, and a head has gates of its own."""
+    conv: int = 0
+    """Width of the convolution in positions, including the token's own."""
+
+
+@dataclass(frozen=True)
 class Mamba1:
     """The layers with mixer `mamba1`: Mamba 1 (arXiv 2312.00752). All sizes are 0 in models without such layers."""
 

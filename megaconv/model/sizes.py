@@ -60,6 +60,8 @@ SIZES: Mapping[str, Size] = {
     "mamba1_state": Size("mamba1.state"),
     "mamba1_conv": Size("mamba1.conv"),
     "mamba1_rank": Size("mamba1.rank"),
+    "recurrent_dim": Size("recurrent.head_dim"),
+    "recurrent_conv": Size("recurrent.conv"),
     "conv_width": Size("convolution.width"),
     "layer_input_width": Size("layer_inputs.width"),
     "layer_input_vocab": Size("layer_inputs.vocab"),

@@ -23,6 +23,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_linear(model)
     _check_mamba(model)
     _check_mamba1(model)
+    _check_recurrent(model)
     _check_convolution(model)
     _check_retrieval(model)
 
@@ -164,6 +165,16 @@ def _check_mamba1(model: DescribedModel) -> None:
         what = f"{mamba.width} channels, states of {mamba.state}, time steps from {mamba.rank} elements"
         raise CorruptCheckpoint(
             f"the model's Mamba 1 layers can't have {what} and a convolution over {mamba.conv} positions"
+        )
+
+
+def _check_recurrent(model: DescribedModel) -> None:
+    if not any(kind.mixer == "recurrent" for kind in model.layers):
+        return
+    head_dim, conv = model.recurrent.head_dim, model.recurrent.conv
+    if not head_dim or not conv:
+        raise CorruptCheckpoint(
+            f"the model's recurrences can't have heads of {head_dim} channels and a convolution over {conv} positions"
         )
 
 

@@ -14,9 +14,9 @@ class LayerKind:
 
     mixer: str = "attention"
     """The part that mixes tokens: `attention`, `linear` (a gated delta net), `mamba` (Mamba 2), `mamba1` (Mamba 1),
-    `convolution` (a gated short convolution), `kda` (Kimi delta attention), `lightning` (lightning attention,
-    MiniMax-Text-01), `side_by_side` (attention and Mamba 2 on the same input), `compressed` (attention with one key for all
-    heads, DeepSeek V4), or `none` in a layer that is only an MLP."""
+    `recurrent` (a gated linear recurrence), `convolution` (a gated short convolution), `kda` (Kimi delta attention),
+    `lightning` (lightning attention, MiniMax-Text-01), `side_by_side` (attention and Mamba 2 on the same input),
+    `compressed` (attention with one key for all heads, DeepSeek V4), or `none` in a layer that is only an MLP."""
     mlp: str = "dense"
     """`dense`, `experts`, or `none` in a layer that is only a mixer."""
     window: int | None = None

@@ -113,7 +113,7 @@ SCALINGS: tuple[dict[str, Any], ...] = (
 OTHER: dict[str, tuple[Any, ...]] = {
     "attention.heads": (16,),
     "attention.kv_heads": (2, 8),
-    "layers.mixer": ("mamba", "linear", "attention", "convolution", "kda", "compressed", "mamba1", "lightning",
+    "layers.mixer": ("mamba", "linear", "attention", "convolution", "kda", "compressed", "mamba1", "lightning", "recurrent",
                      ("linear", "linear", "attention", "linear")),
     "layers.mlp": ("experts", "dense", "none", ("dense", "experts", "experts", "dense")),
     "layers.window": (7, (None, 7, None, 7), (7, 9, 7, 9), (None, None, 7, 7)),
@@ -149,6 +149,7 @@ OTHER: dict[str, tuple[Any, ...]] = {
 
 
 CAPS_LOGITS = (
+    "recurrent_gemma",
     "beam",
     "gemma2",
     "gemma3n_text",

@@ -219,6 +219,8 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [changed(config, {"head.bias": True})]
     if family in ("mamba", "falcon_mamba"):
         return [changed(config, {"layers.mixer": "mamba1", "mamba1.bias": True})]
+    if family == "recurrent_gemma":
+        return [changed(config, {"layers.mixer": ("recurrent", "attention")})]
     if family == "jamba":
         return [changed(config, {"layers.mixer": ("mamba1", "attention"), "mamba1.bias": True})]
     if family in ("bailing_hybrid", "glm5_next_text", "kimi_linear"):
