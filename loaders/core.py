@@ -19,7 +19,7 @@ from megaconv.megatron.arguments.sparse import (
     ROPE_LAST,
     reads_rope_last,
 )
-from megaconv.megatron.distributed.adapter_source import OPTION as LORA_ALPHA
+from megaconv.megatron.distributed.adapter_settings import OPTION as LORA_ALPHA
 from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
 from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
 from megaconv.megatron.rank_files import plain_norms

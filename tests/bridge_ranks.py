@@ -6,6 +6,9 @@ A job: {"base": checkpoint, "adapter": checkpoint or null, "tokens": .npy, "logi
 built and its tensors are loaded by Bridge's load_megatron_model, at the job's sizes; the adapter's modules are put on it by the
 class that its run_config.yaml names, which picks its keys, and Bridge's load of a model's state dict, not strict, as it resumes a
 run that trains an adapter (checkpointing.py: is_peft_resume). What is replaced: see bridge_oracle.
+
+"grouped": true builds grouped layers of experts (bridge_grouped.py). {"peft": settings of a class, "save": directory} instead of
+an adapter: random matrices, which Bridge saves.
 """
 
 import json
@@ -13,10 +16,13 @@ import os
 import sys
 import traceback
 from argparse import Namespace
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+from tests.bridge_grouped import grouped_layers
 from tests.bridge_oracle import REPLY, answer_overrides, import_bridge
 
 TIMEOUT = timedelta(seconds=120)
@@ -34,9 +40,7 @@ def with_adapter(chunks: list[Any], checkpoint: Path) -> dict[str, Any]:
         checkpointing.get_checkpoint_run_config_filename(version)
     )
     peft = instantiate(settings["peft"])
-    peft(chunks, training=True)
-    peft.set_params_to_save(chunks)
-    peft(chunks, training=False)
+    _put_on(chunks, peft)
     common = dist_checkpointing.load_common_state_dict(version)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common)
 
@@ -53,6 +57,65 @@ def with_adapter(chunks: list[Any], checkpoint: Path) -> dict[str, Any]:
         name = "model" if len(chunks) == 1 else f"model{number}"
         checkpointing._load_model_state_dict(chunk, loaded[name], False)
     return keys
+
+
+def _put_on(chunks: list[Any], peft: Any) -> None:
+    peft(chunks, training=True)
+    peft.set_params_to_save(chunks)
+    peft(chunks, training=False)
+
+
+def with_random_adapter(chunks: list[Any], job: dict[str, Any]) -> dict[str, Any]:
+    """Puts modules with random matrices on the model, and saves them with Bridge's description of its settings."""
+    import torch
+    import yaml
+    from megatron.bridge.training import checkpointing
+    from megatron.bridge.training.config import ConfigContainer
+    from megatron.bridge.utils.instantiate_utils import instantiate
+    from megatron.core import dist_checkpointing
+    from megatron.core.parallel_state import get_data_parallel_group
+
+    from tests.megatron_oracle import save_without_cuda
+
+    peft = instantiate(job["peft"])
+    _put_on(chunks, peft)
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".adapter." in name:
+                _fill(name, parameter)
+    version = Path(job["save"]) / "iter_0000001"
+    version.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    metadata = {"singleton_local_shards": False, "dp_cp_group": get_data_parallel_group()}
+
+    def saved() -> dict[str, Any]:
+        found = checkpointing._generate_model_state_dict(chunks, {"metadata": metadata})
+        chosen: dict[str, Any] = checkpointing.apply_peft_adapter_filter_to_state_dict(found, peft)
+        return chosen
+
+    save_without_cuda()
+    dist_checkpointing.save(saved(), str(version))
+    described = {
+        "model": {
+            "tensor_model_parallel_size": job.get("tp", 1),
+            "expert_tensor_parallel_size": job.get("etp", job.get("tp", 1)),
+        },
+        "peft": ConfigContainer._convert_value_to_dict(peft),
+    }
+    (version / "run_config.yaml").write_text(yaml.safe_dump(described))
+    return _keys(saved())
+
+
+def _fill(name: str, parameter: Any) -> None:
+    """Random values: the same on all ranks that hold a copy, and others on ranks that hold another share."""
+    import torch
+    from megatron.core import parallel_state
+
+    seed = crc32(name.encode()) + parallel_state.get_tensor_model_parallel_rank()
+    if parameter.dim() == 3 or ".local_experts." in name:
+        seed += 8 * parallel_state.get_expert_model_parallel_rank()
+    generator = torch.Generator().manual_seed(seed)
+    parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
 
 
 def _keys(wanted: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +170,11 @@ def answer(job: dict[str, Any], rank: int, world: int, rendezvous: str) -> dict[
         chunks = model_load_save.load_megatron_model(
             version, use_cpu_init=True, mp_overrides=overrides
         )
-        keys = with_adapter(chunks, Path(job["adapter"])) if job.get("adapter") else {}
+        keys = {}
+        if job.get("adapter"):
+            keys = with_adapter(chunks, Path(job["adapter"]))
+        elif job.get("peft"):
+            keys = with_random_adapter(chunks, job)
         sizes = Namespace(hidden_size=chunks[0].config.hidden_size, params_dtype=torch.float32)
         with torch.no_grad():
             found = forward(
@@ -145,7 +212,8 @@ def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) ->
             for name in [name for name in os.environ if name.startswith("NVTE_")]:
                 del os.environ[name]  # core remembers the attention of the previous model there
             try:
-                reply = answer(job, rank, world, f"{rendezvous}-{number}")
+                with grouped_layers() if job.get("grouped") else nullcontext():
+                    reply = answer(job, rank, world, f"{rendezvous}-{number}")
             except (Exception, CheckpointException) as error:
                 reply = {
                     "failed": f"{type(error).__name__}: {error}",

@@ -507,7 +507,7 @@ def save_distributed(target: Path, chunks: "list[GPTModel]") -> None:
     """
     from megatron.core import dist_checkpointing
 
-    _save_without_cuda()
+    save_without_cuda()
     names = [f"model{number}" for number in range(len(chunks))] if len(chunks) > 1 else ["model"]
     of_aligner = target.name == "model_weights"
     if of_aligner:
@@ -520,7 +520,7 @@ def save_distributed(target: Path, chunks: "list[GPTModel]") -> None:
     dist_checkpointing.save(state, str(target))
 
 
-def _save_without_cuda() -> None:
+def save_without_cuda() -> None:
     """Let Megatron save from the CPU. It measures its memory with psutil, and waits for copies from the GPU."""
     import torch
     from megatron.core.dist_checkpointing.strategies import filesystem_async

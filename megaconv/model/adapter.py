@@ -47,6 +47,8 @@ class AdapterInfo:
     base: str = ""
     """The name of the base model, for people; empty if the adapter doesn't name it."""
     dropout: float = 0.0
+    experts_share: bool = False
+    """True if all experts of a layer train one adapter, although each expert's matrices have names of their own."""
 
     @property
     def is_dora(self) -> bool:

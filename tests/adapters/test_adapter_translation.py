@@ -18,7 +18,12 @@ import yaml
 from safetensors.torch import load_file
 
 import megaconv
-from megaconv.errors import UsageError
+from formats.chunked import Chunk, ChunkedTensor
+from formats.tensor import Box, LazyTensor
+from megaconv.errors import TensorMismatch, UsageError
+from megaconv.megatron.distributed.adapter_rows import is_halved, rows_of_b
+from megaconv.model.natives import NativeTensor
+from megaconv.model.regions import Region
 from tests.adapters.test_adapters import (
     CONV1D,
     DORA,
@@ -29,7 +34,7 @@ from tests.adapters.test_adapters import (
     edited,
 )
 from tests.conftest import FIXTURES
-from tests.runs import assert_refused, run
+from tests.runs import Outcome, assert_refused, run
 
 EMBEDDING = FIXTURES / "peft-qwen2-embed-save-bias"
 ITERATION = "iter_0000001"
@@ -217,21 +222,32 @@ def fused(
 ) -> Path:
     """A checkpoint of Bridge's LoRA, by torch's own writer."""
     tensors = matrices() | {name: torch.zeros(LAYERS, 1) for name in extra}
+    kept = {name: tensor for name, tensor in tensors.items() if not (without and without in name)}
+    return saved(tmp_path, kept, settings)
+
+
+LORA = "megatron.bridge.peft.lora.LoRA"
+
+
+def saved(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any] | None = None
+) -> Path:
     version = tmp_path / "bridge" / ITERATION
-    dcp.save(
-        {name: tensor for name, tensor in tensors.items() if not (without and without in name)},
-        checkpoint_id=version,
-        no_dist=True,
-    )
+    dcp.save(dict(tensors), checkpoint_id=version, no_dist=True)
     (version / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
     )
     torch.save({"checkpoint_version": 3.0}, version / "common.pt")
-    peft = {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": 4, "alpha": 6, "dropout": 0.1}
     if settings is None or settings:
-        written = {"model": {"tensor_model_parallel_size": 2}, "peft": peft} | (settings or {})
-        (version / "run_config.yaml").write_text(yaml.safe_dump(written))
+        describe(version, 2, {"_target_": LORA, "dim": 4, "alpha": 6, "dropout": 0.1}, settings)
     return tmp_path / "bridge"
+
+
+def describe(
+    version: Path, tp: int, peft: dict[str, Any], settings: dict[str, Any] | None = None
+) -> None:
+    written = {"model": {"tensor_model_parallel_size": tp}, "peft": peft} | (settings or {})
+    (version / "run_config.yaml").write_text(yaml.safe_dump(written))
 
 
 def test_a_fused_adapter_changes_weights_as_it_does_in_megatron(tmp_path: Path) -> None:
@@ -379,22 +395,10 @@ def test_dora_of_a_layer_whose_bias_bridge_would_scale_is_refused(tmp_path: Path
     refused_of_peft(tmp_path, adapter, CONV1D, "linear_qkv", "scales the layer's bias")
 
 
-def test_adapters_of_experts_that_differ_have_no_place_in_a_grouped_layer(tmp_path: Path) -> None:
-    outcome = run(
-        *(
-            "convert",
-            "--loader",
-            "peft",
-            "--load-dir",
-            EXPERTS / "adapter",
-            "--config",
-            EXPERTS / "base",
-            "--saver",
-            "core",
-        ),
-        *("--ckpt-format", "torch_dist", "--save-dir", tmp_path / "out", "--moe-grouped-gemm"),
-    )
-    assert_refused(outcome, 2, "experts have their own adapters", "leave --moe-grouped-gemm out")
+def test_a_mamba_mixers_adapter_is_refused(tmp_path: Path) -> None:
+    name = "decoder.layers.0.mixer.in_proj.adapter.linear_out.weight.z"
+    refused = convert_back(fused(tmp_path, extra=(name,)), tmp_path)
+    assert_refused(refused, 2, "Mamba mixer's in_proj in five parts")
 
 
 @pytest.mark.parametrize(
@@ -416,6 +420,11 @@ def test_matrices_of_experts_of_another_kind_are_named(
 
     adapter = edited(EXPERTS / "adapter", tmp_path / "in", config, changed)
     refused_of_peft(tmp_path, adapter, EXPERTS, *words, status=2 if config else 3)
+
+
+def convert_back(core: Path, tmp_path: Path, base: Path = LINEAR) -> Outcome:
+    target = ("--saver", "peft", "--save-dir", tmp_path / "out")
+    return run("convert", "--load-dir", core, "--config", base / "base", *target)
 
 
 def back(core: Path, base: Path, target: Path) -> dict[str, torch.Tensor]:
@@ -557,13 +566,85 @@ def test_one_pair_for_all_experts_goes_into_a_grouped_layer_and_back(tmp_path: P
     sizes = {name: tuple(each.size) for name, each in metadata.items() if hasattr(each, "size")}
     stem = "decoder.layers.mlp.experts.experts.linear_fc"
     assert sizes == {
-        f"{stem}1.adapter.linear_in.weight": (LAYERS, 4, HIDDEN),
-        f"{stem}1.adapter.linear_out.weight": (LAYERS, 2 * FFN, 4),
-        f"{stem}2.adapter.linear_in.weight": (LAYERS, 4, FFN),
-        f"{stem}2.adapter.linear_out.weight": (LAYERS, HIDDEN, 4),
+        f"{stem}1.adapter.linear_in.weight": (LAYERS, 4, 4, HIDDEN),
+        f"{stem}1.adapter.linear_out.weight": (LAYERS, 4, 2 * FFN, 4),
+        f"{stem}2.adapter.linear_in.weight": (LAYERS, 4, 4, FFN),
+        f"{stem}2.adapter.linear_out.weight": (LAYERS, 4, HIDDEN, 4),
     }
     assert f"{stem}1.adapter.linear_in._extra_state/shard_1_2" in metadata
     assert run_config(tmp_path)["target_modules"] == ["linear_fc1", "linear_fc2"]
+    assert "share_expert_adapters" not in run_config(tmp_path)
+
+
+def test_adapters_of_each_expert_go_into_a_grouped_layer_and_back(tmp_path: Path) -> None:
+    found = assert_same_function(EXPERTS / "adapter", EXPERTS, tmp_path, "--moe-grouped-gemm")
+    settings = run_config(tmp_path)
+    assert settings["_target_"].endswith("CanonicalLoRA")
+    assert settings["share_expert_adapters"] is False
+    assert settings["target_modules"] == [
+        *("linear_fc1_gate", "linear_fc1_up", "linear_fc2", "linear_k", "linear_q", "linear_v")
+    ]
+    name = "base_model.model.model.layers.1.block_sparse_moe.experts.3.w{}.lora_A.weight"
+    assert torch.equal(found[name.format(1)], found[name.format(3)])
+
+
+def test_one_pair_for_all_experts_of_an_early_release_is_read(tmp_path: Path) -> None:
+    """Until Bridge 0.5.0, a grouped layer's adapter has no axis for the experts."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"fc1.adapter.linear_in": (4, HIDDEN), "fc1.adapter.linear_out": (2 * FFN, 4)}
+    tensors = {
+        f"decoder.layers.mlp.experts.experts.linear_{name}.weight": torch.randn(
+            LAYERS, *shape, generator=generator
+        )
+        for name, shape in shapes.items()
+    }
+    found = back(saved(tmp_path, tensors), EXPERTS, tmp_path / "back")
+    name = "base_model.model.model.layers.1.block_sparse_moe.experts.{}.w{}.lora_{}.weight"
+    a, b = tensors.values()
+    for expert in range(4):
+        assert torch.equal(found[name.format(expert, 1, "A")], a[1])
+        assert torch.equal(found[name.format(expert, 3, "B")], b[1, FFN:])
+
+
+# The order of rows of a linear_fc1 without a gate, which depends on Bridge's release.
+
+
+class _Nothing:
+    def tensor(self) -> LazyTensor:
+        raise AssertionError("the order of rows is told without a read")
+
+
+def chunked(rows: int, chunks: int) -> ChunkedTensor:
+    """B of this many rows, in equal chunks."""
+    step = rows // chunks
+    places = [Chunk.whole((row, 0), (step, 4), _Nothing()) for row in range(0, rows, step)]
+    return ChunkedTensor((rows, 4), "F32", places)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "halved"), [(2, 2, False), (2, 4, True), (8, 8, False)]
+)
+def test_chunks_tell_the_order_of_rows_of_a_layer_without_a_gate(
+    ranks: int, chunks: int, *, halved: bool
+) -> None:
+    assert is_halved(without_gate(), "", ranks, chunked(64, chunks), "here") is halved
+    order = rows_of_b(without_gate(), "", ranks, "here", halved=halved)
+    (regions,) = order.parts.values()
+    first = [(region.box.row0, region.row) for region in regions][:2]
+    # A half of rank 0 has 16 rows, and the half of rank 1 lies between them.
+    assert first == ([(0, 0), (16, 32)] if halved else [(0, 0)])
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 16])
+def test_an_order_of_rows_that_isnt_known_is_refused(chunks: int) -> None:
+    with pytest.raises(TensorMismatch, match=rf"B has {chunks} chunks of rows; expected 4 .* or 8"):
+        is_halved(without_gate(), "", 4, chunked(64, chunks), "here")
+
+
+def without_gate() -> NativeTensor:
+    """A linear_fc1 of 64 rows."""
+    parts = {"layers.0.mlp.up.weight": (Region(Box(0, 64, 0, 16), 0),)}
+    return NativeTensor("decoder.layers.0.mlp.linear_fc1.weight", parts, (64, 16), tp=0)
 
 
 def test_matrices_that_dont_fit_their_weight_are_named(tmp_path: Path) -> None:
@@ -602,6 +683,12 @@ def test_matrices_that_dont_fit_their_weight_are_named(tmp_path: Path) -> None:
             ["linear_qkv.adapter has no weight_magnitude"],
             3,
         ),
+        (
+            {"settings": {"peft": {"alpha": 4, "experts_shared_outer_loras": True}}},
+            ["experts_shared_outer_loras", "not supported"],
+            3,
+        ),
+        ({"settings": {"peft": {"alpha": 4, "novelty": 7}}}, ["novelty: 7", "isn't known"], 3),
         ({"settings": {"peft": {"alpha": "much"}}}, ["'much'", "expected a positive number"], 2),
         ({"settings": {"peft": None}}, ["has no `peft:`"], 3),
         ({"settings": {}}, ["has no run_config.yaml", "--option lora_alpha"], 2),

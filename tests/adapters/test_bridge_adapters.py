@@ -1,12 +1,15 @@
 """Megatron-Bridge's own code loads our adapters and our checkpoints, at several ranks too, and computes what merged models do.
 
-It needs the environment of test_bridge_loads.py. Experts run in Bridge's sequential layers: grouped ones are Transformer Engine's.
+It needs the environment of test_bridge_loads.py. Cases of NEWER need Bridge 0.5.1 or later, and are skipped with an earlier one.
+Grouped layers of experts are Transformer Engine's: a stand-in has the place of the layer below the adapter (bridge_grouped.py).
 """
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +42,13 @@ def of_each_expert(_: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def of_all_experts(_: Mapping[str, Any]) -> dict[str, Any]:
+    """The same adapter for all experts of a layer, with one A for gate and up."""
+    found = of_each_expert(_)
+    first = {name: re.sub(r"experts\.\d", "experts.0", name) for name in found}
+    return {name: found[first[name].replace("w3.lora_A", "w1.lora_A")] for name in found}
+
+
 def of_some(tensors: Mapping[str, Any]) -> dict[str, Any]:
     wanted = ("layers.1.self_attn.q_proj", "layers.1.mlp.up_proj")
     return {
@@ -54,9 +64,13 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = {}
     sizes: Mapping[str, int] = {}
     adapter: bool = True
+    grouped: bool = False
 
 
 FUSED = {"options": {"lora": "fused"}}
+GROUPED = {"moe_grouped_gemm": True}
+OF_EACH = ({"r": 4, "target_parameters": None}, of_each_expert)
+OF_ALL = ({"r": 4, "target_parameters": None}, of_all_experts)
 CASES: Mapping[str, Case] = {
     "LoRA of all linear layers": Case(LINEAR),
     "at tp 2": Case(LINEAR, options={"tp": 2}, sizes={"tp": 2}),
@@ -67,24 +81,82 @@ CASES: Mapping[str, Case] = {
     "DoRA": Case(LINEAR, ({"use_dora": True}, dora)),
     "Conv1D, no gate": Case(CONV1D, options={"tp": 2}, sizes={"tp": 2}),
     "experts as one parameter": Case(EXPERTS),
-    "each expert": Case(EXPERTS, ({"r": 4, "target_parameters": None}, of_each_expert)),
+    "each expert": Case(EXPERTS, OF_EACH),
     "each expert, fused, at tp 2": Case(
         EXPERTS,
-        ({"r": 4, "target_parameters": None}, of_each_expert),
+        OF_EACH,
         {**FUSED, "tp": 2},
         {"tp": 2, "etp": 1},
+    ),
+    "each expert at ep 2": Case(EXPERTS, OF_EACH, sizes={"ep": 2, "etp": 1}),
+    "grouped, one for all": Case(EXPERTS, OF_ALL, GROUPED, grouped=True),
+    "grouped, one for all, at ep 2": Case(
+        EXPERTS, OF_ALL, GROUPED, {"ep": 2, "etp": 1}, grouped=True
+    ),
+    "grouped, each expert": Case(EXPERTS, options=GROUPED, grouped=True),
+    "grouped, each expert, at ep 2": Case(
+        EXPERTS, OF_EACH, {**FUSED, "moe_grouped_gemm": True}, {"ep": 2, "etp": 1}, grouped=True
     ),
     "no adapter, at tp 2": Case(LINEAR, sizes={"tp": 2}, adapter=False),
     "no adapter, at pp 2": Case(LINEAR, sizes={"pp": 2}, adapter=False),
     "no adapter, at ep 2": Case(EXPERTS, sizes={"ep": 2}, adapter=False),
 }
-DORA_AT_TWO_RANKS, EXPERTS_AT_EP_2 = "DoRA at tp 2", "each expert at ep 2"
+DORA_AT_TWO_RANKS = "DoRA at tp 2"
+NEWER = ("Conv1D, no gate", "each expert at ep 2", "grouped", "a rank by the number")
+"""Beginnings of the names of cases that Bridge 0.3.1 can't load, or computes otherwise."""
 NOT_POSSIBLE: Mapping[str, Case] = {
     DORA_AT_TWO_RANKS: Case(LINEAR, ({"use_dora": True}, dora), sizes={"tp": 2}),
-    EXPERTS_AT_EP_2: Case(
-        EXPERTS, ({"r": 4, "target_parameters": None}, of_each_expert), sizes={"ep": 2, "etp": 1}
+}
+
+
+class Saved(NamedTuple):
+    """An adapter with random values that Bridge saves."""
+
+    base: Path
+    kind: str
+    settings: Mapping[str, Any] = {}
+    sizes: Mapping[str, int] = {}
+    grouped: bool = False
+
+
+EP_2 = {"ep": 2, "etp": 1}
+SAVED: Mapping[str, Saved] = {
+    "LoRA at tp 2": Saved(LINEAR, "lora.LoRA", sizes={"tp": 2}),
+    "CanonicalLoRA at tp 2": Saved(LINEAR, "canonical_lora.CanonicalLoRA", sizes={"tp": 2}),
+    "no gate, at tp 2": Saved(CONV1D, "lora.LoRA", sizes={"tp": 2}),
+    "DoRA": Saved(LINEAR, "dora.DoRA"),
+    "a rank by the number of chosen experts": Saved(
+        EXPERTS, "lora.LoRA", {"normalize_moe_lora": True}
+    ),
+    "grouped, one for all": Saved(EXPERTS, "lora.LoRA", {}, EP_2, grouped=True),
+    "grouped, each expert": Saved(
+        EXPERTS, "lora.LoRA", {"share_expert_adapters": False}, EP_2, grouped=True
+    ),
+    "grouped, each expert, canonical": Saved(
+        EXPERTS,
+        "canonical_lora.CanonicalLoRA",
+        {"share_expert_adapters": False},
+        EP_2,
+        grouped=True,
     ),
 }
+
+
+@cache
+def release() -> tuple[int, ...]:
+    """The version of Bridge."""
+    words = "from importlib.metadata import version; print(version('megatron-bridge'))"
+    found = subprocess.run([PYTHON, "-c", words], capture_output=True, text=True, check=True)
+    return tuple(map(int, found.stdout.split(".")[:3]))
+
+
+def is_too_new(name: str) -> bool:
+    return name.startswith(NEWER) and release() < (0, 5, 1)
+
+
+def skip_if_too_new(name: str) -> None:
+    if is_too_new(name):
+        pytest.skip(f"needs Megatron-Bridge 0.5.1: {name}")
 
 
 class Answer(NamedTuple):
@@ -127,6 +199,44 @@ def ask(jobs: Sequence[dict[str, Any]], world: int, folder: Path) -> list[dict[s
 
 
 @pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    """Adapters that Bridge saves, and models into which megaconv merges them."""
+    import numpy as np
+
+    folder = tmp_path_factory.mktemp("saved")
+    np.save(folder / "tokens.npy", np.array(TOKENS))
+    jobs: dict[int, dict[str, dict[str, Any]]] = {1: {}, 2: {}}
+    cases = {name: case for name, case in SAVED.items() if not is_too_new(name)}
+    for number, (name, case) in enumerate(cases.items()):
+        peft = {"_target_": f"megatron.bridge.peft.{case.kind}", "dim": 4, "alpha": 6}
+        job = {
+            "base": str(core_of(case.base, folder)),
+            "peft": peft | dict(case.settings),
+            "save": str(folder / f"adapter-{number}"),
+            "tokens": str(folder / "tokens.npy"),
+            "logits": str(folder / f"{number}.npy"),
+            "grouped": case.grouped,
+        }
+        jobs[max(1, *case.sizes.values()) if case.sizes else 1][name] = job | dict(case.sizes)
+    said = {name: reply for world, asked in jobs.items()
+            for name, reply in zip(asked, ask(list(asked.values()), world, folder), strict=True)}  # fmt: skip
+    found = {}
+    for asked in jobs.values():
+        for name, job in asked.items():
+            assert "failed" not in said[name], (name, said[name]["trace"])
+            merged = folder / f"merged-{Path(job['save']).name}"
+            read_and_merge(Path(job["save"]), SAVED[name].base / "base", merged)
+            found[name] = Answer(said[name], np.load(job["logits"]), logits_of(merged))
+    return found
+
+
+def read_and_merge(adapter: Path, base: Path, target: Path) -> None:
+    peft = target.with_name(f"{target.name}-peft")
+    megaconv.convert(adapter, peft, config=base, saver="peft")
+    megaconv.convert(base, target, saver="hf", dtype="fp32", adapters=[str(peft)])
+
+
+@pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
     """The answers to all cases. Each rank is one process for all of them, because the import of Bridge takes
     longest."""
@@ -155,6 +265,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
                 case.base / "base", models[name], saver="hf", dtype="fp32", adapters=[str(adapter)]
             )
             job["adapter"] = str(folder / f"adapter-{number}")
+        job["grouped"] = case.grouped
         job |= {
             "base": str(base),
             "tokens": str(folder / "tokens.npy"),
@@ -206,6 +317,7 @@ def keys_of(adapter: Path) -> dict[str, list[int]]:
 def test_megatron_bridge_computes_with_an_adapter_what_the_merged_model_does(
     name: str, answers: dict[str, Answer]
 ) -> None:
+    skip_if_too_new(name)
     reply, logits, expected = answers[name]
     assert "failed" not in reply, reply["trace"]
     assert abs(logits[..., : expected.shape[-1]] - expected).max() < TOLERANCE
@@ -228,8 +340,26 @@ def test_dora_of_rows_that_ranks_share_is_another_function_in_megatron_bridge(
 
 
 @pytest.mark.slow
-def test_megatron_bridge_cant_load_adapters_of_experts_at_several_expert_ranks(
-    answers: dict[str, Answer],
+@pytest.mark.parametrize("name", SAVED)
+def test_an_adapter_that_bridge_saved_is_read_as_bridge_computes_it(
+    name: str, saved: dict[str, Answer]
 ) -> None:
-    """docs/adapters.md states this limit."""
-    assert "Invalid access pattern" in answers[EXPERTS_AT_EP_2].reply["failed"]
+    skip_if_too_new(name)
+    _, logits, expected = saved[name]
+    assert abs(logits[..., : expected.shape[-1]] - expected).max() < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in SAVED.items() if case.grouped])
+def test_matrices_of_grouped_experts_have_an_axis_for_them(
+    name: str, saved: dict[str, Answer]
+) -> None:
+    skip_if_too_new(name)
+    shapes = {key: shape for key, shape in saved[name].reply["keys"].items() if "experts" in key}
+    stem = "decoder.layers.mlp.experts.experts.linear_fc"
+    assert shapes == {
+        f"{stem}1.adapter.linear_in.weight": [2, 4, 4, 32],
+        f"{stem}1.adapter.linear_out.weight": [2, 4, 112, 4],
+        f"{stem}2.adapter.linear_in.weight": [2, 4, 4, 56],
+        f"{stem}2.adapter.linear_out.weight": [2, 4, 32, 4],
+    }

@@ -2,7 +2,8 @@
 
 Bridge has one rank and one alpha for all modules, and the same modules in all layers. A fused layer has one A (LoRA,
 DoRA), or an adapter for each of its parts (CanonicalLoRA, which needs all of them: forward() and sharded_state_dict()
-of 0.3.1 call all three). Rows of zeros after A and columns of zeros in B add nothing, so that
+call all three). CanonicalLoRA too has one A for linear_fc1 of grouped experts. Rows of zeros after A and columns of
+zeros in B add nothing, so that
 
     A = [A_q; A_k; A_v]        B = [B_q 0 0; 0 B_k 0; 0 0 B_v]        alpha / rank as before
 
@@ -19,13 +20,13 @@ from megaconv.adapters.derived import Stack, Window
 from megaconv.adapters.translation import (
     adaptable_weights,
     adapter_source,
-    of_all_experts,
     part_of,
     require_all_written,
     sizes,
 )
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
+from megaconv.megatron.distributed.adapter_rows import is_fc1, require_plain_rows
 from megaconv.megatron.distributed.bridge_files import ADAPTER_KIND, FUSED
 from megaconv.megatron.distributed.keys import stack
 from megaconv.model.adapter import (
@@ -34,6 +35,7 @@ from megaconv.model.adapter import (
     a_name,
     b_name,
     is_of_expert,
+    of_any_expert,
     of_each_expert,
 )
 from megaconv.model.config import ModelConfig
@@ -48,6 +50,8 @@ EXPERT_RANKS = 1
 With more, Bridge 0.3.1 neither saves nor loads them ("Duplicate ShardedObject keys"): ParallelLinearAdapter writes the
 expert-parallel rank in place of the tensor-parallel rank.
 """
+_CANONICAL = frozenset({("q", "k", "v"), ("gate", "up")})
+"""The parts of fused weights for which CanonicalLoRA has adapters."""
 
 
 class BridgeModule(NamedTuple):
@@ -73,7 +77,7 @@ def bridge_modules(
     changed = {
         module.key.partition(" ")[0]
         for module in found
-        if _weights(module.weight, config) & info.weights.keys()
+        if module.weight.parts.keys() & info.weights.keys()
     }
     return [module for module in found if module.key.partition(" ")[0] in changed]
 
@@ -82,31 +86,55 @@ def _all_modules(
     table: Family, config: ModelConfig, info: AdapterInfo, *, fused: bool, grouped: bool
 ) -> Iterator[BridgeModule]:
     for native_name, native in adaptable_weights(table, config, CORE).items():
-        name, weight = native_name.removesuffix(".weight"), native
-        if grouped and is_of_expert(next(iter(native.parts))):
-            if ".local_experts.0." not in name:
-                continue
-            name, weight = name.replace(".local_experts.0.", "."), of_all_experts(native)
-        if fused or len(weight.parts) == 1:
-            yield BridgeModule(name, weight)
+        name = native_name.removesuffix(".weight")
+        of_group = grouped and is_of_expert(next(iter(native.parts)))
+        if fused or of_group or len(native.parts) == 1:
+            yield BridgeModule(name, native)
             continue
-        for part in weight.parts:
-            kind = part.split(".")[-2]
-            yield BridgeModule(name, part_of(weight, part), kind)
+        for part in native.parts:
+            yield BridgeModule(name, part_of(native, part), _word(part))
 
 
-def _weights(weight: NativeTensor, config: ModelConfig) -> set[str]:
-    return {name for part in weight.parts for name in of_each_expert(part, config.experts.count)}
+def _word(part: str) -> str:
+    """The last word of a weight's name: `q` of layers.0.attn.q.weight."""
+    return part.split(".")[-2]
+
+
+def _are_shared(info: AdapterInfo, config: ModelConfig) -> bool:
+    """True if all experts of a layer have the same adapter, in each layer."""
+    names = {of_any_expert(name) for name in info.weights if is_of_expert(name)}
+    return all(
+        len({info.weights.get(each) for each in of_each_expert(name, config.experts.count)}) == 1
+        for name in names
+    )
 
 
 def is_fused(table: Family, config: ModelConfig, info: AdapterInfo) -> bool:
     """True if every module that Megatron fuses has one A for all of its weights, as in Bridge's LoRA."""
-    modules = [native.parts for native in adaptable_weights(table, config, CORE).values()]
-    changed = [parts for parts in modules if any(name in info.weights for name in parts)]
+    modules = [native.parts for native in _changed(table, config, info)]
     return all(
         len({info.weights[name].a if name in info.weights else "" for name in parts}) == 1
-        for parts in changed
+        for parts in modules
     )
+
+
+def _is_canonical(table: Family, config: ModelConfig, info: AdapterInfo) -> bool:
+    """True if Bridge's CanonicalLoRA has adapters of all these modules.
+
+    It has none of a linear_fc1 without a gate, and none for an attention's gate or the parts of a linear attention.
+    """
+    for native in _changed(table, config, info):
+        words = tuple(_word(part) for part in native.parts)
+        fits = words in _CANONICAL if len(words) > 1 else not is_fc1(native)
+        if not fits:
+            return False
+    return True
+
+
+def _changed(table: Family, config: ModelConfig, info: AdapterInfo) -> list[NativeTensor]:
+    """The weights that the adapter changes, whole or in part."""
+    natives = adaptable_weights(table, config, CORE).values()
+    return [native for native in natives if native.parts.keys() & info.weights.keys()]
 
 
 def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> OpenedSource:
@@ -123,7 +151,10 @@ def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> Opene
         )
     if info.is_dora:
         require_dora_fits(table, config, info.weights, tp)
+    for native in _changed(table, config, info):
+        require_plain_rows(native, tp, native.name)
     fused = kind == FUSED or info.is_dora or is_fused(table, config, info)
+    fused = fused or not _is_canonical(table, config, info)
     modules = bridge_modules(table, config, info, fused=fused, grouped=grouped)
     fitting = _Fitting(dict(source.tensors()), info, config)
     rank = fitting.rank(modules, tp)
@@ -131,9 +162,9 @@ def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> Opene
     for module in modules:
         fitting.fit(module, rank, scale * rank)
     require_all_written(info, fitting.weights, "Megatron has no modules of theirs")
-    return adapter_source(
-        config, AdapterInfo(fitting.weights, info.base, info.dropout), fitting.made, header.source
-    )
+    shared = grouped and _are_shared(info, config)
+    fit = AdapterInfo(fitting.weights, info.base, info.dropout, experts_share=shared)
+    return adapter_source(config, fit, fitting.made, header.source)
 
 
 def _one_scale(info: AdapterInfo) -> float:
@@ -164,24 +195,8 @@ class _Fitting:
 
     def _distinct(self, weight: NativeTensor) -> list[LowRank]:
         """The adapters of a weight's parts, each A once."""
-        lows = [self._low(part) for part in weight.parts]
+        lows = [self.info.weights.get(part) for part in weight.parts]
         return list({low.a: low for low in lows if low is not None}.values())
-
-    def _low(self, part: str) -> LowRank | None:
-        """The adapter of a part; None without one.
-
-        Raises NotExpressible if a part of all experts has different adapters.
-        """
-        lows = {
-            self.info.weights.get(name) for name in of_each_expert(part, self.config.experts.count)
-        }
-        if len(lows) > 1:
-            raise NotExpressible(
-                f"{part}: experts have their own adapters, and a grouped layer of Megatron-Bridge has one pair of matrices for all of a "
-                "rank's experts (LoRALinear around TEGroupedLinear); leave --moe-grouped-gemm out, which gives adapters for a run "
-                "with moe_grouped_gemm=False, or merge the adapter into its base (--adapter)"
-            )
-        return lows.pop()
 
     def fit(self, module: BridgeModule, rank: int, alpha: float) -> None:
         """Add the module's tensors, and their relation to its weights."""
@@ -196,15 +211,14 @@ class _Fitting:
             firsts[low.a] = row
             row += low.rank
         for part, regions in module.weight.parts.items():
-            adapter = self._low(part)
+            adapter = self.info.weights.get(part)
             b = b_name(part)
             rows = sum(region.box.rows for region in regions)
             self.made[Key(b)] = self._b(adapter, (rows, rank), firsts)
             length = adapter.length if adapter else ""
             if length:
                 self.made[Key(length)] = self.found[Key(length)]
-            for name in of_each_expert(part, self.config.experts.count):
-                self.weights[name] = LowRank(shared, b, rank, alpha, length)
+            self.weights[part] = LowRank(shared, b, rank, alpha, length)
 
     def _a(self, distinct: Sequence[LowRank], shape: tuple[int, int]) -> LazyTensor:
         """A: the parts' matrices, one below the other, in the order of the parts."""
