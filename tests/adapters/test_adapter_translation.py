@@ -395,7 +395,20 @@ def test_dora_of_a_layer_whose_bias_bridge_would_scale_is_refused(tmp_path: Path
     refused_of_peft(tmp_path, adapter, CONV1D, "linear_qkv", "scales the layer's bias")
 
 
-def test_a_mamba_mixers_adapter_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_of_a_mamba_mixer_is_refused(tmp_path: Path) -> None:
+    case = FIXTURES / "peft-nemotron-h"
+    refused_of_peft(tmp_path, case / "adapter", case, "Mamba mixer's in_proj in five parts")
+
+
+def test_an_attention_with_a_gate_has_lora_and_its_linear_layers_one_rank(tmp_path: Path) -> None:
+    """CanonicalLoRA has adapters of q, k and v alone. Bridge keeps the fused in_proj of a delta net by ranks."""
+    case = FIXTURES / "peft-qwen3-5"
+    assert_same_function(case / "adapter", case, tmp_path)
+    assert run_config(tmp_path)["_target_"] == LORA
+    refused_of_peft(tmp_path, case / "adapter", case, "in_proj", "size 1 alone", tp=2)
+
+
+def test_a_mamba_mixers_saved_adapter_is_refused(tmp_path: Path) -> None:
     name = "decoder.layers.0.mixer.in_proj.adapter.linear_out.weight.z"
     refused = convert_back(fused(tmp_path, extra=(name,)), tmp_path)
     assert_refused(refused, 2, "Mamba mixer's in_proj in five parts")
