@@ -92,7 +92,7 @@ def head_elements(run: Run) -> float:
     """Return the elements that a microbatch leaves in the head and the layers of further tokens."""
     config, width = run.config, run.width
     # The gradient of the head's matrix.
-    matrix = run.vocab_rows // run.layout.tp * config.hidden
+    matrix = run.logit_columns * config.hidden
     of_head = 2 * width * run.tokens + matrix
     found = of_head + (3 * width * run.tokens if config.has("transform") else 0.0)
     if config.mtp_layers:

@@ -23,7 +23,7 @@ from megaconv.planning.rates import (
     link,
 )
 from megaconv.planning.run import KEEP_ALL, Run
-from megaconv.planning.traffic import SENT, Counted, of_layer, there_and_back
+from megaconv.planning.traffic import SENT, Counted, of_layer, of_scores, there_and_back
 
 CAUSAL = 0.5
 """The share of the scores that a causal mask leaves."""
@@ -126,7 +126,7 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
     inside: kinds of the layers inside one of these, with their parameters on this rank.
     """
     config = run.config
-    columns = run.vocab_rows / run.layout.tp
+    columns = run.logit_columns
     heads = 1 + config.mtp_layers
     operations = 2 * run.tokens * config.hidden * columns * heads
     logits = run.tokens * columns * LOGIT_BYTES
@@ -134,7 +134,11 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
     if config.mtp_layers:
         costs = [layer_cost(run, kind, share, machine) for kind, share in inside]
         further = Cost(*(sum(values) for values in zip(*costs, strict=True)))
-    traffic = there_and_back(run, run.tokens * heads, run.config.hidden)
+    traffic = (
+        of_scores(run)
+        if config.has("scores")
+        else there_and_back(run, run.tokens * heads, config.hidden)
+    )
     mtp = config.mtp_layers
     return Cost(
         products=operations * machine.passes / machine.plain_products + mtp * further.products,

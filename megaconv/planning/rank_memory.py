@@ -118,8 +118,7 @@ def _logits(run: Run, stage: Stage) -> float:
     """Return the bytes of a microbatch's logits and of their gradients, as Megatron-LM keeps them all at one time."""
     if stage.rank != run.layout.pp - 1:
         return 0.0
-    columns = run.vocab_rows / run.layout.tp
-    return run.tokens * columns * (LOGIT_BYTES + run.itemsize)
+    return run.tokens * run.logit_columns * (LOGIT_BYTES + run.itemsize)
 
 
 def _buffers(run: Run) -> float:

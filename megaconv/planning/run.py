@@ -142,6 +142,11 @@ class Run:
         """Rows of the whole vocabulary, padding included."""
         return padded_vocab(self.config.vocab, self.vocab_divisor, self.layout.tp)
 
+    @property
+    def logit_columns(self) -> float:
+        """Outputs of the head for a token on one rank: its part of the vocabulary, or all scores, which each rank computes."""
+        return self.config.head.labels or self.vocab_rows / self.layout.tp
+
     def chunks(self, pp_rank: int) -> list[Chunk]:
         """Return the virtual stages of a pipeline rank."""
         return [chunk for chunk in self.layout.chunks() if chunk.pp_rank == pp_rank]

@@ -87,6 +87,8 @@ def of_passes(run: Run, chunk: Chunk) -> Iterator[Counted]:
 def of_step(run: Run, chunks: Sequence[Chunk]) -> Iterator[Counted]:
     """Yield the traffic once a step: losses, the norm of gradients, and the biases of routers."""
     losses = 2 if run.config.head.binary else 1
+    if run.config.has("scores"):
+        losses = 5  # with the scores of chosen and rejected answers, their margin and the accuracy
     # The sum and the number of each loss, squares, two signals.
     yield "world", "all_reduce", (2 * losses + 1 + 2) * FLOAT64
     routers = sum(
@@ -161,6 +163,9 @@ def _between(run: Run, tokens: int) -> int:
 
 def of_head(run: Run) -> Iterator[Counted]:
     """Yield the traffic of the head, and of the layers that predict further tokens."""
+    if run.config.has("scores"):
+        yield from of_scores(run)
+        return
     for _ in range(1 + run.config.mtp_layers):
         yield from there_and_back(run, run.tokens, run.config.hidden)
         # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
@@ -171,6 +176,14 @@ def of_head(run: Run) -> Iterator[Counted]:
     if run.config.head.binary and run.sequence:
         # The pooler broadcasts the first token of each sequence, and sums its gradient.
         yield "tp", "all_reduce", 2 * run.micro_batch * run.config.hidden * run.itemsize
+
+
+def of_scores(run: Run) -> Iterator[Counted]:
+    """Yield the traffic of a head of scores. Ranks that share a sequence add up the scores of its last token."""
+    scores = run.micro_batch * run.config.head.labels * FLOAT32
+    if run.sequence:
+        yield "tp", "all_reduce", scores
+    yield "cp", "all_reduce", scores
 
 
 def there_and_back(run: Run, tokens: int, width: int) -> Iterator[Counted]:

@@ -61,13 +61,15 @@ def next_commands(run: Run) -> Iterator[str]:
     if saving.save is None:
         return
     yield "next:"
+    talks = not run.config.has("scores")
     if run.settings.lora.wanted:
         model = f"{saving.save}-merged"
-        yield _talk(run, f"--load {saving.load} --adapter {saving.save}")
+        if talks:
+            yield _talk(run, f"--load {saving.load} --adapter {saving.save}")
         yield f"  merge     megaconv merge {saving.load} {saving.save} --save-dir {model}"
     else:
         model = saving.save
-        if not run.config.has("scores"):
+        if talks:
             yield _talk(run, f"--load {model}")
         yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
     yield f"  publish   megaconv push {model} USER/NAME"

@@ -34,8 +34,13 @@ def flops_per_token(
         return _of_two_stacks(config, seq, decoder_seq)
     if config.has("retriever"):
         return _of_towers(config, seq)
-    # A lookup is no product. A tied embedding counts as the head.
-    looked_up = {"positions.weight", "token_types.weight", "layer_inputs.embed.weight"}
+    # A lookup is no product. A tied embedding counts as the head. One token of a sequence has a score.
+    looked_up = {
+        "positions.weight",
+        "token_types.weight",
+        "layer_inputs.embed.weight",
+        "score.weight",
+    }
     if not config.tie_embeddings:
         looked_up.add("embed.weight")
     share_of_experts = config.experts.per_token / max(config.experts.count, 1)

@@ -48,14 +48,13 @@ def _needed(
     config: ModelConfig, settings: Settings, options: ModelOptions, sizes: Sizes, rows: int
 ) -> int:
     """Return the bytes of the rank that needs most. Raises CheckpointError for layers that the planner doesn't know."""
-    described = Described(config, sizes, options, optimizer_options(settings))
+    described = Described(config, sizes, options, optimizer_options(settings), rows)
     # GRPO's reference model has plain weights, also if data-parallel ranks shard the trained ones.
     of_reference = ITEMSIZE[options.dtype] if settings.grpo.beta else 0
     needed = []
     for memory in stage_memory(described):
-        of_samples = memory.activations * rows
         reference = memory.parameters * of_reference
-        needed.append(memory.kept + of_samples + memory.passing + reference)
+        needed.append(memory.total + reference)
     return max(needed)
 
 
@@ -80,7 +79,12 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
     data = (settings.data.finetune_data or settings.data.data_path or ("DATA",))[0]
     save = settings.checkpointing.save
     saved = f" --save {save}" if save else ""
-    short = f"finetune {settings.checkpointing.load} {data}{saved}"
+    objectives = (
+        ("--dpo", settings.dpo.dpo),
+        ("--reward-modeling", settings.rewards.reward_modeling),
+    )
+    asked = "".join(f" {flag}" for flag, is_asked in objectives if is_asked)
+    short = f"finetune {settings.checkpointing.load} {data}{asked}{saved}"
     choices = []
     if _weights(setup, options) < free:
         choices.append(f"train adapters: `megatron-lite {short} --lora-rank {RANK}`")

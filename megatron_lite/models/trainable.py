@@ -343,6 +343,14 @@ def refuse_scores(config: ModelConfig, place: str) -> None:
         )
 
 
+def refuse_pairs(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't learn from pairs of answers."""
+    if config.mtp_layers:
+        raise NotExpressible(
+            "the model predicts further tokens, which can't be trained on pairs of answers yet"
+        )
+
+
 def refuse_encoders(config: ModelConfig, place: str) -> None:
     """Raise NotExpressible for a model that can't generate text. place: the path it was read from."""
     if config.family in OF_THEIR_OWN:

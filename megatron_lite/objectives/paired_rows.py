@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted
 from megatron_lite.models.passes import Pass
+from megatron_lite.models.trainable import refuse_pairs
 
 
 class PairCriterion(Criterion):
@@ -21,10 +21,7 @@ class PairCriterion(Criterion):
     """Reported next to the loss, as means over pairs."""
 
     def check(self, config: ModelConfig) -> None:
-        if config.mtp_layers:
-            raise NotExpressible(
-                "the model predicts further tokens, which can't be trained on pairs of answers yet"
-            )
+        refuse_pairs(config)
 
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         return "loss", *self.figures

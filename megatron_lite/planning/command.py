@@ -14,7 +14,8 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
-from megatron_lite.models.trainable import refuse_scores, refuse_whole
+from megatron_lite.models.trainable import refuse_pairs, refuse_scores, refuse_whole
+from megatron_lite.objectives.scored_model import scored
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
 from megatron_lite.settings.architecture import check_against, model_from_flags
@@ -85,11 +86,13 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not precision.chosen:
         settings = replace(settings, precision=replace(precision, bf16=True))
-    compares = settings.dpo.dpo or settings.rewards.reward_modeling
-    if settings.lora.wanted or compares or settings.grpo.grpo:
+    if settings.lora.wanted or settings.dpo.dpo or settings.grpo.grpo:
         raise NotExpressible(
-            "adapters, --dpo, --reward-modeling and --grpo can't be planned yet; leave their flags out"
+            "adapters, --dpo and --grpo can't be planned yet; leave their flags out"
         )
+    of_pairs = settings.rewards.reward_modeling
+    if of_pairs:
+        settings = _with_pairs(settings)
     check_objective_flags(settings)
     options = model_options(settings, NO_DROPOUT)
     config = changed(_model(settings), {"dtype": options.dtype})
@@ -101,9 +104,15 @@ def describe(world: int | None, words: list[str]) -> Described:
             parallel.context_parallel_size,
         )
     )
-    return Described(
-        config, work_out(settings, config, options, ranks), options, optimizer_options(settings)
-    )
+    sizes = work_out(settings, config, options, ranks)
+    rows = 2 if of_pairs else 1
+    return Described(config, sizes, options, optimizer_options(settings), rows)
+
+
+def _with_pairs(settings: Settings) -> Settings:
+    """Return the settings with a name for pairs of answers, which a plan does not read."""
+    data = settings.data
+    return replace(settings, data=replace(data, finetune_data=data.finetune_data or ("PAIRS",)))
 
 
 def _model(settings: Settings) -> ModelConfig:
@@ -116,7 +125,11 @@ def _model(settings: Settings) -> ModelConfig:
         return model_from_flags(settings, settings.model.vocab_size)
     config = read_model(load)
     refuse_whole(config, load)
-    refuse_scores(config, load)
+    if settings.rewards.reward_modeling:
+        config = scored(config, load)
+        refuse_pairs(config)
+    else:
+        refuse_scores(config, load)
     check_against(settings, config, {}, load)
     return config
 

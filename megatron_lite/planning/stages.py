@@ -32,6 +32,8 @@ class Described:
     sizes: Sizes
     options: ModelOptions
     optimizer: OptimizerOptions
+    rows: int = 1
+    """Sequences of a sample: 2 for a pair of answers."""
 
     @cached_property
     def run(self) -> Run:
@@ -44,8 +46,8 @@ class Described:
             cp=sizes.cp,
             seq=sizes.seq,
             decoder_seq=sizes.decoder_seq,
-            micro_batch=sizes.micro_batch,
-            global_batch=sizes.batch.full,
+            micro_batch=sizes.micro_batch * self.rows,
+            global_batch=sizes.batch.full * self.rows,
             dtype=options.dtype,
             sequence_parallel=options.sequence_parallel,
             recompute=options.recompute,

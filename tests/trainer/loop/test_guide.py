@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from megaconv.errors import UsageError
+from megaconv.model.fields import changed
 from megatron_lite.data.tokenizer import NullTokenizer
 from megatron_lite.loop import curve, memory_fit
 from megatron_lite.loop.guide import next_commands
+from megatron_lite.objectives.scored_model import scored
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.stages import Described
@@ -90,6 +92,14 @@ def test_a_model_without_a_chat_template_is_not_sent_to_the_chat(lora: str) -> N
 
 
 @pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
+def test_nobody_talks_to_a_reward_model(lora: str) -> None:
+    setup, _ = plain_setup(f"{LLAMA} --finetune-data pairs.jsonl --reward-modeling {lora}")
+    run: Any = replace(setup, config=scored(setup.config, "base"))
+    names = [line.split()[0] for line in next_commands(run)]
+    assert names == ["next:", "merge" if lora else "convert", "publish"]
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
 def test_a_merged_model_needs_no_conversion(lora: str) -> None:
     """`megaconv merge` writes a Hugging Face directory."""
     run: Any
@@ -130,6 +140,22 @@ def test_a_model_that_does_not_fit_is_refused_with_two_commands(
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 1000)
     with pytest.raises(UsageError, match="take a smaller model, or devices with more memory"):
         memory_fit.check_fits(setup, options, rows=1)
+
+
+def test_a_reward_model_needs_no_memory_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, options = plain_setup(f"{LLAMA} --finetune-data pairs.jsonl --reward-modeling")
+    setup = replace(setup, config=changed(setup.config, {"vocab": 20_000}))
+    rewards = replace(setup, config=scored(setup.config, "base"))
+    [needed] = stage_memory(replace(described(rewards, options), rows=2))
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: needed.total)
+    memory_fit.check_fits(rewards, options, rows=2)
+    with pytest.raises(UsageError, match=r"finetune base pairs.jsonl --reward-modeling --save"):
+        memory_fit.check_fits(setup, options, rows=2)
+    # The head for words: its weights with gradients and optimizer, and the gradient of its matrix.
+    [words] = stage_memory(replace(described(setup, options), rows=2))
+    matrix = (described(setup, options).run.vocab_rows - 1) * setup.config.hidden
+    assert words.activations - needed.activations == matrix * 4
+    assert words.kept - needed.kept == matrix * 16
 
 
 def test_completions_and_the_reference_model_count_as_memory(

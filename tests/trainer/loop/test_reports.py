@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megaconv.model.fields import from_fields
+from megaconv.model.fields import changed, from_fields
 from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token
+from megatron_lite.objectives.scored_model import SCORED
 from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"
@@ -76,6 +77,9 @@ def test_operations_are_counted_as_published() -> None:
     )
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
+    of_scores = changed(config, SCORED)
+    assert flops_per_token(of_scores, 4096) == 6 * 32 * layer + 12 * 32 * 4096 * 4096
+    assert flops_per_token(of_scores, 4096, frozen=True) == 4 * 32 * layer + 12 * 32 * 4096 * 4096
 
 
 def test_operations_of_layers_with_heads_of_their_own_are_counted_with_them() -> None:

@@ -18,6 +18,9 @@ from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import SWAPPED_PARTS
+from megatron_lite.models.criterion import OWN_LOSS
+from megatron_lite.objectives.score_loss import ScoreLoss
+from megatron_lite.objectives.scored_model import SCORED
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
@@ -41,7 +44,13 @@ MIXTURE = from_fields(
 )  # fmt: skip
 
 
-MODELS = {**DECODERS, "mixture": MIXTURE, "bert": BERT, "t5": T5}
+MODELS = {
+    **DECODERS,
+    "mixture": MIXTURE,
+    "bert": BERT,
+    "t5": T5,
+    "llama, scores": changed(DECODERS["llama"], SCORED),
+}
 SOURCE_SEQUENCE = 24
 """Tokens that T5's encoder reads; its decoder has SEQUENCE."""
 
@@ -157,7 +166,8 @@ def make_engine(planned: Planned) -> Engine:
         near=planned.near,
         experts=run.config.experts.count > 0,
     )
-    engine = Engine(run.config, grid, run.options, run.optimizer)
+    criterion = ScoreLoss() if run.config.has("scores") else OWN_LOSS
+    engine = Engine(run.config, grid, run.options, run.optimizer, criterion)
     init_weights(engine, 0.1, 5)
     return engine
 
@@ -176,10 +186,12 @@ def step(engine: Engine, planned: Planned) -> None:
 
 
 def _of_family(engine: Engine, rows: torch.Tensor) -> dict[str, Any]:
-    """The fields of a microbatch of a BERT or a T5, beside tokens and labels."""
+    """The fields of a microbatch of a BERT, a T5 or a reward model, beside tokens and labels."""
     if engine.config.family == "bert":
         types, seen = torch.zeros_like(rows[:, 1:]), torch.ones_like(rows[:, 1:], dtype=torch.bool)
         return {"types": types, "visible": seen, "extras": {SWAPPED_PARTS: rows[:, 0] % 2}}
+    if engine.config.has("scores"):
+        return {"loss_mask": torch.arange(SEQUENCE).expand(2, -1) == SEQUENCE - 1}
     if engine.config.family == "t5":
         return {"source": rows[:, :1].repeat(1, SOURCE_SEQUENCE)}
     return {}

@@ -147,10 +147,42 @@ def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixt
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 4
     assert "--world-size 0 must be 1 or more" in errors[3]
-    assert "adapters, --dpo, --reward-modeling and --grpo can't be planned yet" in errors[2]
+    assert "adapters, --dpo and --grpo can't be planned yet" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())
+
+
+def test_a_reward_model_has_one_score_in_place_of_logits_and_a_pair_two_sequences(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_405B))
+    words = f"--load {config} --world-size 128 --tp 8 --pp 2 --seq-length 4096"
+    pairs = planned(capsys, f"{words} --global-batch-size 16 --reward-modeling")
+    texts = planned(capsys, f"{words} --global-batch-size 32 --micro-batch-size 2")
+    assert pairs["batch"] == texts["batch"]
+    assert texts["parameters"] - pairs["parameters"] == (128256 - 1) * 16384
+    first, last = (
+        [plan["stages"][rank]["activation_bytes"] for plan in (texts, pairs)] for rank in (0, 1)
+    )
+    assert first[0] == first[1]
+    padded_vocab = 129024
+    gradient_of_head = (padded_vocab // 8 - 1) * 16384 * 2
+    assert last[0] - last[1] == gradient_of_head
+    assert pairs["step_seconds"] < texts["step_seconds"]
+
+
+def test_a_model_that_cannot_become_a_reward_model_is_not_planned_as_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(DEEPSEEK_V3))
+    assert main(f"--load {config} --reward-modeling".split()) != 0
+    assert main(f"{GPT3} --reward-modeling".split()) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "predicts further tokens, which can't be trained on pairs of answers" in errors[0]
+    assert "--reward-modeling needs --load" in errors[1]
 
 
 def test_copies_of_offloaded_activations_take_time_where_the_link_to_main_memory_is_slow(
