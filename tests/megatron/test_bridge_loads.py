@@ -3,12 +3,7 @@
 It needs an environment of its own (docs/distributed-checkpoints.md has the commands), whose Python MEGATRON_BRIDGE_PYTHON names.
 """
 
-import importlib.util
-import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,24 +11,12 @@ from typing import Any
 import pytest
 
 import megaconv
-from tests.bridge_oracle import REPLY
+from tests.bridge_process import NEEDS_BRIDGE, PYTHON, ask
 from tests.megatron.test_oracles import DIVISOR, TOLERANCE, Reference, References, references
 
-__all__ = ["references"]
+__all__ = ["PYTHON", "references"]
 
-PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON") or sys.executable
-HERE = (
-    importlib.util.find_spec("megatron") is not None
-    and importlib.util.find_spec("megatron.bridge") is not None
-)
-pytestmark = [
-    pytest.mark.bridge,
-    pytest.mark.oracle,
-    pytest.mark.skipif(
-        not (os.environ.get("MEGATRON_BRIDGE_PYTHON") or HERE),
-        reason="megatron-bridge is not installed here, and MEGATRON_BRIDGE_PYTHON names no Python that has it",
-    ),
-]
+pytestmark = NEEDS_BRIDGE
 LOCAL = {"transformer_impl": "local"}
 """The oracle builds these layers; of experts their keys are others than Transformer Engine's."""
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -87,37 +70,9 @@ def answers(
     for name, (_, how) in MODELS.items():
         megaconv.convert(inputs[name], directory / name, saver="core", **always, **how)
     written = [directory / name for name in MODELS]
-    command = [
-        PYTHON,
-        "-W",
-        "ignore",
-        "-m",
-        "tests.bridge_oracle",
-        str(directory / "tokens.npy"),
-        *map(str, written),
-    ]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {
-        "PYTHONPATH": root,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        command,
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    said = [
-        json.loads(line.removeprefix(REPLY))
-        for line in done.stdout.splitlines()
-        if line.startswith(REPLY)
-    ]
-    assert len(said) == len(written), done.stdout[-2000:] + done.stderr[-4000:]
-    assert "Dropping unexpected config keys" not in done.stderr, "Bridge has left out a setting"
+    said, warnings = ask("tests.bridge_oracle", directory / "tokens.npy", *written)
+    assert len(said) == len(written), warnings[-4000:]
+    assert "Dropping unexpected config keys" not in warnings, "Bridge has left out a setting"
     files = {name: directory / f"{name}.npy" for name in MODELS}
     answered = {name: np.load(file) if file.is_file() else None for name, file in files.items()}
     return {name: (reply, answered[name]) for name, reply in zip(MODELS, said, strict=True)}

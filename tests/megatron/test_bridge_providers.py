@@ -5,8 +5,6 @@ of each model. A marked test makes them again, in the environment of test_bridge
 """
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +16,10 @@ from megaconv.megatron.arguments.provider import provider_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.meaning import lost_fields
+from tests.bridge_process import NEEDS_BRIDGE, ask
 from tests.conftest import FIXTURES
-from tests.megatron.test_bridge_loads import PYTHON
-from tests.megatron.test_bridge_loads import pytestmark as needs_bridge
 
 FILE = FIXTURES / "bridge_providers.json"
-ROOT = Path(__file__).parents[2]
 STORED = json.loads(FILE.read_text())
 PUBLISHED = {
     each["model"]: each["config"]
@@ -89,13 +85,14 @@ def test_layers_that_compute_more_than_the_settings_say_need_the_config_json(mod
     provider_arguments(fields, "run_config.yaml: model", complete=False)
 
 
+BRIDGE, ORACLE, UNLESS_MISSING = NEEDS_BRIDGE
+
+
 @pytest.mark.slow
-@needs_bridge[0]
-@needs_bridge[2]
+@BRIDGE
+@ORACLE
+@UNLESS_MISSING
 def test_megatron_bridge_writes_these_settings(tmp_path: Path) -> None:
     (tmp_path / "configs.json").write_text(json.dumps(configs()))
-    command = [PYTHON, "-W", "ignore", "-m", "tests.bridge_providers"]
-    files = [str(tmp_path / "configs.json"), str(tmp_path / "found.json")]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([*command, *files], cwd=ROOT, env=environment, check=True, timeout=600)
+    ask("tests.bridge_providers", tmp_path / "configs.json", tmp_path / "found.json")
     assert json.loads((tmp_path / "found.json").read_text()) == STORED

@@ -4,9 +4,7 @@ It needs the environment of test_bridge_loads.py. What test_bridge_names.py has 
 """
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,13 @@ import torch
 from safetensors import safe_open
 
 import megaconv
-from tests.bridge_oracle import REPLY
+from tests.bridge_process import NEEDS_BRIDGE, ask
 from tests.families.test_language_models_inside import MODELS, create
-from tests.megatron.test_bridge_loads import PYTHON, pytestmark
 from tests.megatron.test_oracles import References, references
 
-__all__ = ["pytestmark", "references"]
+__all__ = ["references"]
 
-ROOT = Path(__file__).parents[2]
+pytestmark = NEEDS_BRIDGE
 LANGUAGE_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaBridge", {}),
     "qwen2, tied": ("Qwen2Bridge", {}),
@@ -73,21 +70,8 @@ def answers(
         megaconv.convert(models[name], folder / name, saver="core", **how)
         jobs.append({"bridge": bridge, "names": written_in(folder / name)})
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [PYTHON, "-W", "ignore", "-m", "tests.bridge_registries", str(folder / "jobs.json")]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    said = [
-        json.loads(line.removeprefix(REPLY))
-        for line in done.stdout.splitlines()
-        if line.startswith(REPLY)
-    ]
-    assert len(said) == len(jobs), done.stdout[-2000:] + done.stderr[-4000:]
+    said, warnings = ask("tests.bridge_registries", folder / "jobs.json")
+    assert len(said) == len(jobs), warnings[-4000:]
     return {
         name: (models[name], reply)
         for name, reply in zip([*LANGUAGE_MODELS, *WHOLES], said, strict=True)

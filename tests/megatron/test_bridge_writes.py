@@ -3,9 +3,6 @@
 It needs the environment of test_bridge_loads.py. The layers are core's local ones, which run on a CPU.
 """
 
-import json
-import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,13 +11,13 @@ import pytest
 import megaconv
 from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.meaning import lost_fields
-from tests.bridge_oracle import REPLY
-from tests.megatron.test_bridge_loads import PYTHON, pytestmark, with_tokenizer
+from tests.bridge_process import NEEDS_BRIDGE, ask
+from tests.megatron.test_bridge_loads import with_tokenizer
 from tests.megatron.test_oracles import References, references
 
-__all__ = ["pytestmark", "references"]
+__all__ = ["references"]
 
-ROOT = Path(__file__).parents[2]
+pytestmark = NEEDS_BRIDGE
 WITH_TOKENIZER = "llama"
 MODELS: Mapping[str, str] = {
     WITH_TOKENIZER: "fp32",
@@ -48,24 +45,9 @@ def written(
     models = {name: references(name).directory for name in MODELS}
     models[WITH_TOKENIZER] = with_tokenizer(models[WITH_TOKENIZER], folder / "with-tokenizer")
     pairs = {name: (model, folder / name) for name, model in models.items()}
-    paths = [str(path) for pair in pairs.values() for path in pair]
-    command = [PYTHON, "-W", "ignore", "-m", "tests.bridge_writer", *paths]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    said = [
-        json.loads(line.removeprefix(REPLY))
-        for line in done.stdout.splitlines()
-        if line.startswith(REPLY)
-    ]
-    assert said == [{}] * len(MODELS), f"{said}\n{done.stderr[-4000:]}"
+    paths = [path for pair in pairs.values() for path in pair]
+    replies, warnings = ask("tests.bridge_writer", *paths)
+    assert replies == [{}] * len(MODELS), f"{replies}\n{warnings[-4000:]}"
     return pairs
 
 
