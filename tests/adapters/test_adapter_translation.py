@@ -611,12 +611,20 @@ def test_one_pair_for_all_experts_of_an_early_release_is_read(tmp_path: Path) ->
         )
         for name, shape in shapes.items()
     }
-    found = back(saved(tmp_path, tensors), EXPERTS, tmp_path / "back")
+    one_rank = {"model": {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}}
+    bridge = saved(tmp_path, tensors, one_rank)
+    found = back(bridge, EXPERTS, tmp_path / "back")
     name = "base_model.model.model.layers.1.block_sparse_moe.experts.{}.w{}.lora_{}.weight"
     a, b = tensors.values()
     for expert in range(4):
         assert torch.equal(found[name.format(expert, 1, "A")], a[1])
         assert torch.equal(found[name.format(expert, 3, "B")], b[1, FFN:])
+    (settings,) = bridge.rglob("run_config.yaml")
+    two_ranks = settings.read_text().replace("expert_tensor_parallel_size: 1", "")
+    settings.write_text(two_ranks)
+    command = ["--load-dir", bridge, "--config", EXPERTS / "base", "--saver", "peft"]
+    refused = run("convert", *command, "--save-dir", tmp_path / "out")
+    assert_refused(refused, 2, "experts at expert tensor-parallel size 2")
 
 
 # The order of rows of a linear_fc1 without a gate, which depends on Bridge's release.

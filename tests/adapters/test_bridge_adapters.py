@@ -5,7 +5,6 @@ Grouped layers of experts are Transformer Engine's: a stand-in has the place of 
 """
 
 import json
-import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,10 @@ import pytest
 import megaconv
 from tests.adapters.test_adapter_translation import CONV1D, EXPERTS, LINEAR, dora, edited
 from tests.bridge_oracle import REPLY
-from tests.megatron.test_bridge_loads import PYTHON, pytestmark
+from tests.bridge_process import ENVIRONMENT, NEEDS_BRIDGE, PYTHON, ROOT
 from tests.megatron.test_oracles import TOLERANCE
 
-__all__ = ["pytestmark"]
-
-ROOT = Path(__file__).parents[2]
+pytestmark = NEEDS_BRIDGE
 TOKENS = [[5, 17, 42, 3, 98, 0, 61, 7], [1, 2, 3, 90, 80, 70, 60, 50]]
 
 
@@ -170,17 +167,12 @@ class Answer(NamedTuple):
 def ask(jobs: Sequence[dict[str, Any]], world: int, folder: Path) -> list[dict[str, Any]]:
     """The answers of rank 0 to the jobs. If another rank fails in a job, its answer stands there."""
     (folder / f"jobs-{world}.json").write_text(json.dumps(jobs))
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     command = [PYTHON, "-W", "ignore", "-m", "tests.bridge_ranks"]
     words = [str(world), str(folder / f"meet-{world}"), str(folder / f"jobs-{world}.json")]
     logs = [(folder / f"rank-{rank}-of-{world}").open("w+") for rank in range(world)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), *words], cwd=ROOT, env=environment, stdout=log, stderr=log
+            [*command, str(rank), *words], cwd=ROOT, env=ENVIRONMENT, stdout=log, stderr=log
         )
         for rank, log in enumerate(logs)
     ]

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import megaconv
-from tests.bridge_process import NEEDS_BRIDGE, PYTHON, ask
+from tests.bridge_process import NEEDS_BRIDGE, ask
 from tests.megatron.test_oracles import DIVISOR, TOLERANCE, Reference, References, references
 
-__all__ = ["PYTHON", "references"]
+__all__ = ["references"]
 
 pytestmark = NEEDS_BRIDGE
 LOCAL = {"transformer_impl": "local"}

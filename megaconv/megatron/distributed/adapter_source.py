@@ -30,7 +30,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.megatron.distributed.adapter_fit import require_dora_fits
+from megaconv.megatron.distributed.adapter_fit import EXPERT_RANKS, require_dora_fits
 from megaconv.megatron.distributed.adapter_rows import (
     is_halved,
     require_plain_rows,
@@ -113,7 +113,12 @@ def _pairs(
         if _first_of(native) != native:
             weight = of_all_experts(weight)
         ranks = settings.etp if weight.of_experts else settings.tp
-        where = f"{version}: {name}"
+        where = f"{version}: {name.replace(_GROUPED, '')}"
+        if weight.of_experts and ranks > EXPERT_RANKS:
+            raise NotExpressible(
+                f"{where}: an adapter of experts at expert tensor-parallel size {ranks}; Megatron-Bridge computes something else "
+                "with it than a merged model does. Train it with --expert-tensor-parallel-size 1"
+            )
         require_plain_rows(weight, ranks, where)
         halved = is_halved(weight, kind, ranks, parts["out"], where)
         rows = rows_of_b(weight, kind, ranks, where, halved=halved)
