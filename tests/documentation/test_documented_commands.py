@@ -302,7 +302,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "Llama-3.1-8B",
         "meta-llama/Llama-3.1-8B",
     )
-    chats = ("Llama-3.2-1B", "Llama-3.2-1B-Instruct", "chat")
+    chats = ("Llama-3.2-1B", "Llama-3.2-1B-Instruct", "Llama-3.1-8B-Instruct", "chat")
     optimizer = fixture("core-te-llama-optim-tp2pp1/checkpoint")
     return {
         **dict.fromkeys((*llamas, *chats), copy_of(llama)),
