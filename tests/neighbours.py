@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from formats import pickle_guard, torch_zip
 from formats.pickle_records import Opaque
@@ -163,6 +164,21 @@ def write_nemo(target: Path, fixture: str, prefix: str = "module.", **changed: A
     }
     (target / "context" / "io.json").write_text(json.dumps(hostile))
     return target
+
+
+def write_automodel(model: Path, target: Path) -> None:
+    """The weights of a run of NeMo AutoModel, whose writer is torch's HuggingFaceStorageWriter(save_distributed=True).
+
+    model: a Hugging Face directory with model.safetensors.
+    """
+    described = target / ".hf_metadata"
+    described.mkdir(parents=True)
+    shutil.copy(model / "config.json", described / "config.json")
+    (described / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    weights = load_file(model / "model.safetensors")
+    offsets = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in weights.items()}
+    header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
+    save_file(weights, target / "shard-00001-model-00001-of-00001.safetensors", metadata=header)
 
 
 def _copy_without_args(fixture: str, version: Path, **more: Any) -> Path:

@@ -24,7 +24,7 @@ from tests.documented_commands import (
 )
 from tests.families.test_families import write_model
 from tests.models import write_llama
-from tests.neighbours import write_bridge, write_nemo
+from tests.neighbours import write_automodel, write_bridge, write_nemo
 from tests.runs import run
 
 NOT_RUN = {
@@ -336,6 +336,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "my-reward-adapter": write_reward_adapter,
         "global_step_100/critic/dist_ckpt": critic(llama),
         "global_step_100/critic/huggingface": copy_of(llama),
+        "checkpoints/epoch_0_step_99/model": partial(write_automodel, llama),
         "results/checkpoints": lambda target: write_bridge(target, "dist-llama-tp2pp2"),
         "nemo/llama3-8b": lambda target: write_nemo(target, "dist-llama-tp2pp2"),
     }

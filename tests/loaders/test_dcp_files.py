@@ -17,6 +17,7 @@ import megaconv
 from formats import safetensors, sharded_safetensors
 from tests.conftest import FIXTURES
 from tests.models import write_llama
+from tests.neighbours import write_automodel
 from tests.runs import assert_refused, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -188,15 +189,8 @@ def test_shards_of_the_hugging_face_writer_are_put_together(tmp_path: Path) -> N
 def test_the_description_that_nemo_automodel_stores_beside_the_weights_is_read(
     model: Path, tmp_path: Path
 ) -> None:
-    """Its writer is that of torch, so that its files are those of HuggingFaceStorageWriter(save_distributed=True)."""
     path = tmp_path / "epoch_0_step_99" / "model"
-    (path / ".hf_metadata").mkdir(parents=True)
-    shutil.copy(model / "config.json", path / ".hf_metadata" / "config.json")
-    (path / ".hf_metadata" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-    weights = load_file(model / "model.safetensors")
-    offsets = {name: {"saved_offsets": [0] * tensor.ndim} for name, tensor in weights.items()}
-    header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0"}
-    save_file(weights, path / "shard-00001-model-00001-of-00001.safetensors", metadata=header)
+    write_automodel(model, path)
     outcome = run("convert", path, tmp_path / "out", "--saver", "hf")
     assert outcome.status == 0, outcome.err
     assert megaconv.diff(model, tmp_path / "out").same
