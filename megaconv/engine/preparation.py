@@ -10,6 +10,7 @@ from formats.rank_files import is_version
 from formats.stores.addresses import is_store
 from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
+from megaconv.engine.adapted import adapted
 from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
 from megaconv.engine.completeness import missing_parts, tokens_without_rows
@@ -25,7 +26,6 @@ from megaconv.engine.report import Report
 from megaconv.engine.sidecars import (
     SIDECAR_DIRECTORY,
     code_left_out,
-    find_sidecars,
     modules_left_out,
 )
 from megaconv.engine.source_check import SourceCheck, check_source
@@ -297,25 +297,16 @@ def _merged_and_cast(
     from megaconv.adapters.low_rank import FLOATS
 
     if cast is None:
-        merged = _merged(source, options)
+        merged = adapted(source, options.adapters, overflow=overflow)
         return merged, merged
     # Tensors of a model may differ: MXFP4 is read in the requested dtype, and other weights have their own.
     dtypes = {info.dtype for info in source.header.manifest.values()} & set(FLOATS)
     if any(ITEMSIZE[cast] > ITEMSIZE[dtype] for dtype in dtypes):
-        merged = _merged(CastSource(source, cast, overflow), options)
+        wider = CastSource(source, cast, overflow)
+        merged = adapted(wider, options.adapters, overflow=overflow)
         return merged, merged
-    merged = _merged(source, options)
+    merged = adapted(source, options.adapters, overflow=overflow)
     return CastSource(merged, cast, overflow), merged
-
-
-def _merged(source: Source, options: ConvertOptions) -> "MergedSource":
-    """The source with its adapters, and the tokenizer of an adapter with another number of tokens."""
-    from megaconv.adapters.merging import merge
-
-    overflow = "overflow" in options.save.allow_lossy
-    merged = merge(source, options.adapters, overflow=overflow)
-    directory = merged.resized_by
-    return merged if directory is None else replace(merged, tokenizer=find_sidecars(directory))
 
 
 def _in_stored_forms(

@@ -40,13 +40,19 @@ def make_parser(
     *,
     needs_model: bool = True,
     quantizes: bool = True,
+    adapts: bool = True,
 ) -> Parser:
-    """Return a parser with the flags for the model and its layout. quantizes: whether it has --quantize."""
+    """Return a parser with the flags for the model and its layout.
+
+    quantizes: whether it has --quantize. adapts: whether it has --adapter.
+    """
     parser = Parser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.set_defaults(training=None, stream_weights=False, quantize=None, draft_tokens=0)
+    parser.set_defaults(
+        training=None, stream_weights=False, quantize=None, draft_tokens=0, adapter=[]
+    )
     add = parser.add_argument_group("model").add_argument
     add(
         "--load",
@@ -54,13 +60,14 @@ def make_parser(
         metavar="PATH",
         help="any checkpoint that megaconv reads, or a Hub id",
     )
-    add(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="[NAME=]DIR",
-        help="LoRA adapter as peft saves it, computed without merging; may be repeated, and the first one is the default",
-    )
+    if adapts:
+        add(
+            "--adapter",
+            action="append",
+            default=[],
+            metavar="[NAME=]DIR",
+            help="LoRA adapter as peft saves it, computed without merging; may be repeated, and the first one is the default",
+        )
     add("--dtype", choices=DTYPES, help="to compute in (the checkpoint's)")
     if quantizes:
         add(

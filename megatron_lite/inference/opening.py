@@ -4,19 +4,21 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from formats.tensor import LazyTensor
 from megaconv.commands.forward_pass import MAX_MEMORY
+from megaconv.engine.adapted import adapted
 from megaconv.engine.provenance import names_another
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
+from megaconv.model.ir import OpenedSource
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megaconv.options.values import byte_size
+from megaconv.options.values import AdapterChoice, byte_size
 from megaconv.terminal import show
 from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
@@ -155,9 +157,17 @@ def _model(given: argparse.Namespace, found: OpenedEngine) -> EngineModel:
     return DraftingModel(found.engine, given.slots, found.length, drafts)
 
 
-def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> OpenedEngine:
-    """Open the checkpoint, its tokenizer and an engine with its weights. Collective. Raises CheckpointError."""
-    start = once_a_node(lambda: open_weights(given.load), place.node)
+def open_engine(
+    given: argparse.Namespace,
+    parallel: Parallel,
+    place: launch.Place,
+    merged: Sequence[AdapterChoice] = (),
+) -> OpenedEngine:
+    """Open the checkpoint, its tokenizer and an engine with its weights. Collective. Raises CheckpointError.
+
+    merged: adapters to merge into the weights, which thereby become those of the start.
+    """
+    start = once_a_node(lambda: _start(given.load, merged), place.node)
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
     refuse_encoders(config, given.load)
@@ -190,6 +200,16 @@ def open_engine(given: argparse.Namespace, parallel: Parallel, place: launch.Pla
             show(str(quantized), sys.stderr)
     bank = AdapterBank(engine, adapters) if adapters else None
     return OpenedEngine(engine, start, tokenizer, length, bank)
+
+
+def _start(load: str, merged: Sequence[AdapterChoice]) -> Start:
+    """Open the weights of a checkpoint, with adapters merged. Raises CheckpointError."""
+    start = open_weights(load)
+    if not merged:
+        return start
+    source = adapted(OpenedSource(start.header, start.tensors), merged)
+    header = source.header
+    return replace(start, header=header, tensors=dict(source.tensors()), files=header.files)
 
 
 def _warn_of_other_bases(adapters: Sequence[NamedAdapter], load: str, config: ModelConfig) -> None:

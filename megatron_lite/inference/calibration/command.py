@@ -13,6 +13,7 @@ from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.plan import default_workers
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.model.ir import OpenedSource
+from megaconv.options.values import adapter_choices
 from megaconv.terminal import show
 from megaconv.values.calibration import AWQ_SCALE, INPUT_AMAX, calibration_bytes
 from megatron_lite.inference.calibration.awq import scales, search_of
@@ -51,7 +52,8 @@ def main(given: argparse.Namespace) -> None:
     place: launch.Place | None = None
     try:
         place = launch.start(parallel)
-        _calibrate(given, open_engine(given, parallel, place), place, output)
+        opened = open_engine(given, parallel, place, adapter_choices(given.merged))
+        _calibrate(given, opened, place, output)
         launch.end(place)
     except KeyboardInterrupt:
         launch.leave(130)

@@ -6,7 +6,9 @@ from megatron_lite.inference.flags import Parser, command, make_parser
 SAMPLES = SEQ_LENGTH = 512
 EXAMPLES = """  megatron-lite calibrate --load Llama-2-7b --data chats.jsonl --output amax.safetensors
   megatron-lite calibrate --load ckpt --data corpus_text_document --samples 256 --seq-length 2048 --awq --output amax.safetensors
-  megaconv convert Llama-2-7b out --saver hf --quantize fp8 --calibration amax.safetensors"""
+  megaconv convert Llama-2-7b out --saver hf --quantize fp8 --calibration amax.safetensors
+  megatron-lite calibrate --load Llama-2-7b --adapter my-adapter --data chats.jsonl --output amax.safetensors
+  megaconv merge Llama-2-7b my-adapter --save-dir out --quantize fp8 --calibration amax.safetensors"""
 
 
 def parser() -> Parser:
@@ -16,8 +18,17 @@ def parser() -> Parser:
         "Measure how large the inputs of each matrix are. `megaconv convert --calibration` takes its scales from the file.",
         EXAMPLES,
         quantizes=False,
+        adapts=False,
     )
     add = made.add_argument_group("calibration").add_argument
+    add(
+        "--adapter",
+        action="append",
+        default=[],
+        dest="merged",
+        metavar="DIR[:WEIGHT]",
+        help="adapter to merge into the weights first, as `megaconv merge` does; may be repeated",
+    )
     add(
         "--data",
         required=True,

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megaconv
+from megaconv.errors import TensorMismatch
 from megatron_lite.data.indexed import DTYPES
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.inference.calibration.awq import ALPHAS, losses_of, scale_at, weight_means
@@ -20,6 +22,7 @@ from tests.calibrations import awq_scale, measured
 from tests.conftest import FIXTURES
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.models import tiny
+from tests.trainer.inference.test_adapters import write_adapter
 from tests.trainer.inference.test_commands import run
 from tests.trainer.loop.launches import train
 
@@ -86,6 +89,68 @@ def test_a_conversion_takes_the_statistics_in_any_format_of_the_same_weights(
             verify=True,
         )  # fmt: skip
         assert report.rounding is not None
+
+
+def test_an_adapter_is_quantized_by_statistics_of_the_merged_model_in_one_pass(
+    tmp_path: Path,
+) -> None:
+    data = write_dataset(tmp_path / "data", IDS.tolist())
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    write_adapter(SRC, adapter, 2, 4.0, ("q_proj", "o_proj", "up_proj", "down_proj"))
+    megaconv.merge(SRC, adapter, merged)
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert run(*words(SRC, data, one, "--awq", "--adapter", adapter)) == 0
+    assert run(*words(merged, data, two, "--awq")) == 0
+    assert one.read_bytes() == two.read_bytes()
+    forms: list[dict[str, Any]] = [
+        {"saver": "hf", "quantize": kind} for kind in ("fp8", "int8-sq", "int4-awq", "w4a8-awq")
+    ]
+    for form in (*forms, {"saver": "gguf", "options": {"gguf_type": "q4_0", "tokenizer": "none"}}):
+        name = form.get("quantize", "gguf")
+        form["calibration"] = one
+        megaconv.convert(SRC, tmp_path / name / "merged", adapters=[adapter], **form)
+        megaconv.convert(merged, tmp_path / name / "converted", **form)
+        [weights] = (
+            path
+            for path in (tmp_path / name / "merged").iterdir()
+            if path.suffix in (".gguf", ".safetensors")
+        )
+        converted = tmp_path / name / "converted" / weights.name
+        assert weights.read_bytes() == converted.read_bytes(), name
+
+
+def test_statistics_with_an_adapter_belong_neither_to_its_base_nor_to_half_of_it(
+    tmp_path: Path,
+) -> None:
+    data = write_dataset(tmp_path / "data", IDS.tolist())
+    adapter, output = tmp_path / "adapter", tmp_path / "amax.safetensors"
+    write_adapter(SRC, adapter, 2, 4.0, ("q_proj",))
+    assert run(*words(SRC, data, output, "--adapter", adapter)) == 0
+    options: dict[str, Any] = {"saver": "hf", "quantize": "fp8", "calibration": output}
+    with pytest.raises(TensorMismatch, match="its statistics are of the weights"):
+        megaconv.convert(SRC, tmp_path / "out", **options)
+    with pytest.raises(TensorMismatch, match="pass the same adapters with --adapter"):
+        megaconv.merge(SRC, f"{adapter}:0.5", tmp_path / "out", **options)
+    assert run(*words(SRC, data, output)) == 0
+    with pytest.raises(TensorMismatch, match="with the adapters has the weights"):
+        megaconv.merge(SRC, adapter, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "case", ["peft-qwen3-dora", "initialized-pissa", "peft-llama-resized-saved"]
+)
+def test_adapters_that_change_more_than_products_are_calibrated(tmp_path: Path, case: str) -> None:
+    """DoRA, PiSSA, and an adapter with further tokens."""
+    base, adapter = FIXTURES / case / "base", FIXTURES / case / "adapter"
+    merged = tmp_path / "merged"
+    megaconv.merge(base, adapter, merged)
+    data = write_dataset(tmp_path / "data", [[5, 9, 3, 7, 1, 2], [4, 4, 8]])
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert run(*words(base, data, one, "--adapter", adapter)) == 0
+    assert run(*words(merged, data, two)) == 0
+    assert one.read_bytes() == two.read_bytes()
+    megaconv.merge(base, adapter, tmp_path / "out", saver="hf", quantize="fp8", calibration=one)
 
 
 @pytest.mark.parametrize(
