@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForTokenClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForTokenClassification,
+    MixtralConfig,
+    MixtralForSequenceClassification,
+)
 
 from megaconv import convert
 from tests.families.test_families import write_model
@@ -93,6 +98,16 @@ def write_trained_critic(root: Path) -> Path:
     config = LlamaConfig(**SIZES, num_labels=3, tie_word_embeddings=False)
     torch.manual_seed(5)
     LlamaForTokenClassification(config).to(torch.bfloat16).save_pretrained(root / "hf")
+    return write_trained(root / "hf", root / "trained")
+
+
+def write_trained_rewards_of_experts(root: Path) -> Path:
+    """The same of a Mixtral whose head of scores is in float32, and so has no second copy in the optimizer."""
+    torch.manual_seed(6)
+    config = MixtralConfig(**SIZES, num_labels=1, num_local_experts=4)
+    model = MixtralForSequenceClassification(config).to(torch.bfloat16)
+    model.score.float()
+    model.save_pretrained(root / "hf")
     return write_trained(root / "hf", root / "trained")
 
 

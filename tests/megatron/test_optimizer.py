@@ -30,6 +30,7 @@ from tests.optimizer_models import (
     write_trained_critic,
     write_trained_llama,
     write_trained_mamba,
+    write_trained_rewards_of_experts,
 )
 from tests.optimizer_oracle import adamw, gradient, sgd, step
 from tests.put_together import assert_holds, assert_holds_optimizer, rank_files
@@ -174,6 +175,11 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def rewards_of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained_rewards_of_experts(tmp_path_factory.mktemp("rewards"))
+
+
+@pytest.fixture(scope="module")
 def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trained_mamba(tmp_path_factory.mktemp("trained-mamba"))
 
@@ -305,6 +311,21 @@ def test_the_optimizer_of_a_critic_survives(
     megaconv.convert(critic, tmp_path / "many", saver="core", tp=2, pp=2, **form)
     megaconv.convert(tmp_path / "many", tmp_path / "back", saver="core", pp=4)
     expected = prints(critic)
+    assert expected[1] is not None
+    assert prints(tmp_path / "many") == prints(tmp_path / "back") == expected
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_optimizer_of_a_reward_model_of_experts_survives_virtual_stages(
+    form: dict[str, Any], rewards_of_experts: Path, tmp_path: Path
+) -> None:
+    """The head is in float32 beside bfloat16."""
+    many = {"tp": 2, "ep": 2, "etp": 1, "pp": 2, "vpp": 2, **form}
+    megaconv.convert(rewards_of_experts, tmp_path / "many", saver="core", **many)
+    megaconv.convert(tmp_path / "many", tmp_path / "back", saver="core", tp=1, ep=4, pp=4)
+    head = megaconv.open(tmp_path / "back").tensors["score.weight"]
+    assert head.dtype == "float32"
+    expected = prints(rewards_of_experts)
     assert expected[1] is not None
     assert prints(tmp_path / "many") == prints(tmp_path / "back") == expected
 

@@ -225,6 +225,26 @@ def test_a_killed_run_goes_on_to_the_same_bits_at_two_ranks(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.parametrize("ckpt_format", ["torch", "torch_dist"])
+def test_a_bf16_run_with_a_distributed_optimizer_goes_on_to_the_same_bits(
+    ckpt_format: str, tmp_path: Path
+) -> None:
+    """Two replicas share the optimizer, and the pipeline's last stage has the head."""
+    layout = "--pp 2 --use-distributed-optimizer --save-interval 2"
+    words = WORDS.replace("--fp32", f"--bf16 --ckpt-format {ckpt_format}")
+    command = f"{words} --load {BASE} --save ckpt --train-iters 4 {layout}"
+    for name in ("whole", "same"):
+        write_pairs(tmp_path / name)
+    train(tmp_path / "whole", 4, command)
+    train(tmp_path / "same", 4, f"{command} --exit-interval 2")
+    again = train(tmp_path / "same", 4, f"{command} --resume").log(0)
+    assert "continuing after step 2, 16 samples" in again
+    assert figures(tmp_path / "same") == figures(tmp_path / "whole")
+    found, expected = (megaconv.fingerprint(tmp_path / name / "ckpt") for name in ("same", "whole"))
+    assert expected.optimizer is not None
+    assert found == expected
+
+
 def test_the_new_head_has_the_standard_deviation_of_the_model_unless_a_flag_gives_one(
     tmp_path: Path,
 ) -> None:
