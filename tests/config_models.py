@@ -314,6 +314,14 @@ OWN_KEYS: dict[str, Raw] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "phimoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "modernbert_decoder": {
+        "head_dim": 4,
+        "norm_eps": 1e-5,
+        "local_attention": 16,
+        "sliding_window": 8,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "decoder_bias": True,
+    },
     "recurrent_gemma": {
         "head_dim": 4,
         "lru_width": 40,

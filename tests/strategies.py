@@ -263,6 +263,7 @@ BETWEEN_FILES = (
         "falcon_mamba",
         "jamba",
         "recurrent_gemma",
+        "modernbert_decoder",
         "muse_glimmer_text",
         "muse_spark_text",
     ),

@@ -1044,6 +1044,7 @@ MAMBA_1: dict[str, Any] = {
     "intermediate_size": 96, "state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-3,
     "tie_word_embeddings": False,
 }  # fmt: skip
+MODERNBERT: dict[str, Any] = {"norm_eps": 1e-3, "local_attention": 2 * WINDOW}
 LONGCAT: dict[str, Any] = {
     "num_layers": LAYERS // 2, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8, "ffn_hidden_size": 88,
     "intermediate_size": 88, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4,
@@ -1075,6 +1076,21 @@ CONVERTED = {
         {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0, partial_rotary_factor=0.5),
          "whole heads rotate": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_activation": "silu"},
          "one less": {"attention_window_size": WINDOW - 1}, "limit": {"logits_soft_cap": 2.0}},
+    ),
+    "modernbert_decoder": Variant(
+        "modernbert-decoder", {**MODERNBERT, **two_ropes(rope_of(5000.0), rope_of(700.0))},
+        {"epsilon": {"norm_eps": 1e-5}, "one less": {"local_attention": 2 * WINDOW - 2, "sliding_window": WINDOW - 1},
+         "windows elsewhere": windows(LAYERS - 1), "one base": two_ropes(rope_of(5000.0), rope_of(5000.0)),
+         "other base": two_ropes(rope_of(700.0), rope_of(700.0)), "activation": {"hidden_activation": "gelu_pytorch_tanh"},
+         "before the head": {"classifier_activation": "gelu_pytorch_tanh"}},
+    ),
+    "modernbert_decoder, biases": Variant(
+        "modernbert-decoder",
+        {**MODERNBERT, "attention_bias": True, "mlp_bias": True, "norm_bias": True, "tie_word_embeddings": False,
+         **windows(LAYERS // 2), **two_ropes(rope_of(5000.0), rope_of(700.0))},
+    ),
+    "modernbert_decoder, no biases": Variant(
+        "modernbert-decoder", {**MODERNBERT, "decoder_bias": False, **two_ropes(rope_of(700.0), rope_of(700.0))},
     ),
     "jamba": Variant(
         "jamba",

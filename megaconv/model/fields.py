@@ -92,6 +92,7 @@ STRUCTURE = (
         "norm.bias",
         "norm.shared",
         "norm.embedding",
+        "norm.skips_first",
         "norm.after_experts",
         "norm.inner",
         "norm.gate_rank",

@@ -201,6 +201,8 @@ class Norm:
     """True if a norm follows the embedding."""
     embedding_weight: bool = True
     """False if that norm has no trained values."""
+    skips_first: bool = False
+    """True if layer 0 has no norm before its mixer, because the norm of the embedding comes before it."""
     plain_final: bool = False
     """True if the norm after the last layer multiplies by its weight, although the others multiply by theirs + 1."""
     output_epsilon: float | None = None
@@ -357,6 +359,9 @@ class Head:
     activation: str = ""
     """Activation of the transform before a masked-language-model head, with the values of `mlp.activation`; empty if
     there is no transform."""
+    projection: str = ""
+    """Activation of a matrix between the last norm and the head of a decoder, with the values of `mlp.activation`. A norm
+    follows the activation. Empty if there is no such matrix."""
     binary: bool = False
     """True if a pooler and a head predict whether the second segment follows the first."""
     classes: int = 0

@@ -89,6 +89,10 @@ SILENT = {
 """(family, key) whose value changes nothing that is read, for the reason above."""
 
 
+WITHOUT_COMMON_WINDOWS = ("nemotron_h", "iquestcoder", "recurrent_gemma", "modernbert_decoder")
+"""Families that have no windows, or keys of their own for them."""
+
+
 def complete(family: str) -> dict[str, Any]:
     """A config.json that says everything."""
     if family == "gpt2":
@@ -103,7 +107,7 @@ def complete(family: str) -> dict[str, Any]:
     return raw_config(
         family,
         torch_dtype="bfloat16",
-        **({} if family in ("nemotron_h", "iquestcoder", "recurrent_gemma") else windows),
+        **({} if family in WITHOUT_COMMON_WINDOWS else windows),
     )
 
 

@@ -25,7 +25,13 @@ from tests.neighbours import write_bridge, write_nemo
 from tests.optimizer_models import load
 
 GPT2 = FIXTURES / "core-gpt2-tp1pp1" / "checkpoint"
-OTHER_DROPOUTS = {"classifier_dropout", "activation_dropout", "layerdrop", "summary_first_dropout"}
+OTHER_DROPOUTS = {
+    "classifier_dropout",
+    "activation_dropout",
+    "layerdrop",
+    "mlp_dropout",
+    "summary_first_dropout",
+}
 """Keys of classes for dropouts that Megatron doesn't have, and of heads for other tasks."""
 WITH_CLASS = sorted(
     name

@@ -215,7 +215,7 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [changed(config, layers | biases)]
     if family == "minimax":
         return [changed(config, {"layers.mixer": ("lightning", "attention")})]
-    if family == "phimoe":
+    if family in ("phimoe", "modernbert_decoder"):
         return [changed(config, {"head.bias": True})]
     if family in ("mamba", "falcon_mamba"):
         return [changed(config, {"layers.mixer": "mamba1", "mamba1.bias": True})]

@@ -48,6 +48,7 @@ KEYS: Mapping[str, DropoutKeys] = {
     "dbrx": DropoutKeys("attn_pdrop", "resid_pdrop", "emb_pdrop"),
     "gpt_neo": DropoutKeys("attention_dropout", "resid_dropout", "embed_dropout"),
     "gpt_neox_japanese": DropoutKeys("attention_dropout", "hidden_dropout", usual_attention=0.1),
+    "modernbert_decoder": DropoutKeys("attention_dropout", "", "embedding_dropout"),
     "mpt": DropoutKeys("attn_pdrop", "resid_pdrop", "emb_pdrop"),
     "opt": DropoutKeys("attention_dropout", "dropout", usual_hidden=0.1),
     "qwen": DropoutKeys("attn_dropout_prob", "", "emb_dropout_prob"),

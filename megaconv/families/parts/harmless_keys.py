@@ -25,23 +25,22 @@ _BY_REASON: Mapping[str, str] = {
         block_size
     """,
     "only for the initialization, and a width that mamba_num_heads gives": """
-        embedding_fraction embedding_initializer_range expand final_w_init_variance_scale init_device init_std initializer_factor
-        initializer_range
-        learnable_sink_init linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min
-        rescale_prenorm_residual time_step_floor time_step_init_scheme time_step_max time_step_min time_step_rank
-        time_step_scale w_init_variance_scale
+        embedding_fraction embedding_initializer_range expand final_w_init_variance_scale init_device init_std
+        initializer_cutoff_factor initializer_factor initializer_range learnable_sink_init linear_a_log_max
+        linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min rescale_prenorm_residual time_step_floor
+        time_step_init_scheme time_step_max time_step_min time_step_rank time_step_scale w_init_variance_scale
     """,
     "for training only": """
         activation_dropout altup_coef_clip attention_dropout attention_probs_dropout_prob attn_pdrop aux_loss_coef
         classifier_dropout dropout dropout_rate emb_pdrop embd_pdrop embed_dropout embedding_dropout hidden_dropout
-        hidden_dropout_prob input_jitter_noise layerdrop mtp_loss_scaling_factor resid_dropout resid_pdrop
+        hidden_dropout_prob input_jitter_noise layerdrop mlp_dropout mtp_loss_scaling_factor resid_dropout resid_pdrop
         residual_dropout router_aux_loss_coef router_jitter_noise slow_but_exact z_loss_coefficient
     """,
     "for generation only: which logits are computed, and the states that a cache keeps": """
         num_logits_to_keep number_of_conv_states
     """,
     "tokens that only generation and tokenizers use": """
-        eod_token_id sep_token_id
+        cls_token_id eod_token_id sep_token_id
     """,
     "heads for other tasks, which no model here has": """
         pooling summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
