@@ -39,7 +39,7 @@ _SEQUENCE = """
     hunyuan_v1_dense:HunYuanDenseV1 hunyuan_v1_moe:HunYuanMoEV1 jamba:Jamba jetmoe:JetMoe minicpm3:MiniCPM3 mpt:Mpt
     olmo:Olmo olmo2:Olmo2 olmo3:Olmo3 openai_gpt:OpenAIGPT opt:OPT phimoe:Phimoe qwen3_5:Qwen3_5Text
 """
-_TOKEN = "apertus:Apertus"
+_TOKEN = "apertus:Apertus beam:Beam"
 
 
 def _classes() -> dict[tuple[str, str], str]:
