@@ -66,9 +66,7 @@ class SlotCache:
         Returns the positions of these tokens, int64 [rows or 1, tokens]; one row if all starts are equal.
         Raises ValueError if a slot has no room for them.
         """
-        self._end = max(starts) + tokens
-        if self._end > self.length:
-            raise ValueError(f"{self._end} tokens don't fit into a cache of {self.length}")
+        self._grow_to(max(starts) + tokens)
         if not keeps_states:
             new_rows = [slot for slot, start in zip(slots, starts, strict=True) if start == 0]
             self._begin(new_rows)
@@ -79,6 +77,24 @@ class SlotCache:
         positions = firsts.unsqueeze(1) + offsets
         self._choose(slots, positions, alike=alike)
         return positions
+
+    def select_next(self, positions: Tensor, end: int) -> None:
+        """Select the next token of each selected row, for a pass that has layers without states only. Nothing is copied to a GPU.
+
+        positions: of these tokens, int64 [rows, 1] on the device. end: number of tokens of the longest row.
+        Raises ValueError if a slot has no room for them.
+        """
+        self._grow_to(end)
+        rows = self._rows
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop, device=self._device)
+        self._new = positions.t(), rows
+
+    def _grow_to(self, end: int) -> None:
+        """Let the next pass read this number of tokens of each row."""
+        if end > self.length:
+            raise ValueError(f"{end} tokens don't fit into a cache of {self.length}")
+        self._end = end
 
     def _choose(self, slots: Sequence[int], positions: Tensor, *, alike: bool) -> None:
         """Set the places that the next pass reads and writes. alike: whether all rows have the same positions."""

@@ -127,17 +127,20 @@ class DraftingModel(EngineModel):
         lengths = [len(feed.tokens) for feed in feeds]
         tokens = padded([feed.tokens for feed in feeds]).to(device)
         hidden = self._kept(feeds, tokens.shape[1])
-        last_tokens = torch.tensor(lengths, device=device) - 1
-        found: list[Tensor] = []
-        for _ in range(count):
-            positions = self.cache.select(slots, starts, tokens.shape[1], device, keeps_states=True)
-            hidden, drafts = self._predicted(hidden, tokens, positions, last_tokens)
+        counts = torch.tensor(lengths, device=device)
+        positions = self.cache.select(slots, starts, tokens.shape[1], device, keeps_states=True)
+        hidden, drafts = self._predicted(hidden, tokens, positions, counts - 1)
+        found = [drafts]
+        end = max(start + length for start, length in zip(starts, lengths, strict=True))
+        # From here on, each row has one token, its own draft. Positions stay on the device: a copy would wait for the draft before.
+        positions = positions[:, :1] + counts.unsqueeze(1)
+        first = torch.zeros_like(counts)
+        while len(found) < count:
+            end += 1
+            self.cache.select_next(positions, end)
+            hidden, drafts = self._predicted(hidden, drafts.unsqueeze(1), positions, first)
             found.append(drafts)
-            # From here on, each row has one token: its own draft.
-            starts = [start + length for start, length in zip(starts, lengths, strict=True)]
-            lengths = [1] * len(feeds)
-            tokens = drafts.unsqueeze(1)
-            last_tokens = torch.zeros_like(last_tokens)
+            positions = positions + 1
         return torch.stack(found, 1)
 
     def _predicted(
