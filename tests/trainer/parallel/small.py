@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from megaconv.model.config import ModelConfig
 from megaconv.model.fields import from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import (
@@ -138,6 +140,13 @@ _MPT = {
     "mlp.activation": "gelu",
     "attention.kv_heads": 4,
 }
+_BEAM = {
+    "attention.qk_norm": True, "attention.output_gate": True, "attention.gate_bias": True, "norm.place": "both", "residual_by_depth": True,
+    "layers.window": (5, None, 5, None), "layers.rotates": (True, False, True, False), "temperature.scale": 0.3, "temperature.interval": 3,
+    "temperature.offset": 1, "temperature.power": True, "layers.mlp": ("dense", "experts", "experts", "experts"),
+    "experts.score": "sigmoid", "experts.router_bias": True, "experts.shared_ffn": 24, "experts.scale": 1.5, "head.logit_cap": 2.5,
+}  # fmt: skip
+_DBRX = {"norm.kind": "LayerNorm", "norm.bias": False, "attention.clip": 0.2}
 _HYBRID = {
     "layers.mixer": ("mamba", "attention", "none", "none"), "layers.mlp": ("none", "none", "dense", "experts"), "mlp.activation": "relu2",
     "mlp.gated": False, "positions.kind": "none", "mamba.heads": 4, "mamba.head_dim": 6, "mamba.groups": 2, "mamba.state": 5,
@@ -201,6 +210,20 @@ MODELS = {
     "mimo_v2_flash": from_fields("mimo_v2_flash", {**SIZES, **_EXPERTS, **_MIMO_V2}),
     "olmo2": from_fields("olmo2", {**SIZES, **_OLMO_2}),
     "mpt": from_fields("mpt", {**_GPT2, **SIZES, **_MPT, "tie_embeddings": True}),
+    "beam": from_fields("beam", {**SIZES, **_EXPERTS, **_BEAM}),
+    "dbrx": from_fields("dbrx", {**SIZES, **_EXPERTS, **_DBRX}),
+    "gpt1": from_fields(
+        "openai_gpt",
+        {
+            **_GPT2,
+            **_BIASES,
+            **SIZES,
+            "attention.kv_heads": 4,
+            "norm.place": "after_sum",
+            "norm.final": False,
+            "tie_embeddings": True,
+        },
+    ),
     "gpt2, untied": from_fields("gpt2", {**_GPT2, **_BIASES, **SIZES, "attention.kv_heads": 4}),
 }
 
@@ -291,8 +314,11 @@ def make_engine(
     bucket_elements: int = 4000,
     device: torch.device = CPU,
     bf16_reduce: bool = False,
+    config: ModelConfig | None = None,
+    criterion: Criterion = OWN_LOSS,
 ) -> Engine:
-    config = MODELS[case.model]
+    """Make a rank's engine with random weights. config: by default that of the case's model."""
+    config = MODELS[case.model] if config is None else config
     layout = Layout(
         case.tp,
         case.pp,
@@ -341,6 +367,7 @@ def make_engine(
         ),
         options,
         optimizer,
+        criterion,
     )
     init_weights(engine, std=0.1, seed=5)
     return engine

@@ -26,6 +26,8 @@ SEEDS = range(40)
 FEW = range(3)
 """The seeds that every test run takes."""
 STEPS, LAYERS = 3, 4
+LATER = ("beam", "dbrx", "gpt1")
+"""Models that aren't drawn, because they would change the meaning of every seed."""
 WITH_TWO_KV_HEADS = ("qwen3", "llama", "mixtral", "gpt_oss")
 
 
@@ -81,7 +83,7 @@ def draw(seed: int) -> Drawn:
     def coin() -> bool:
         return chance.random() < 0.5
 
-    model = choice(sorted(MODELS))
+    model = choice(sorted(MODELS.keys() - set(LATER)))
     config = MODELS[model]
     experts = config.experts.count
     largest_tp = 2 if model in WITH_TWO_KV_HEADS or not _is_sharded_by_four(config) else 4
