@@ -21,6 +21,10 @@ class Record:
     unpinned: Counter[str] = field(default_factory=Counter)
     """Copies between pageable memory and the device, by direction and place."""
 
+    def copy(self) -> "Record":
+        """Return the counters of this moment."""
+        return Record(self.launches.copy(), self.waits.copy(), self.unpinned.copy())
+
     def clear(self) -> None:
         """Forget everything."""
         for counter in (self.launches, self.waits, self.unpinned):

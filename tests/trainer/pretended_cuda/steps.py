@@ -1,10 +1,15 @@
 """Some steps of a small model on the CPU, and the same on the pretended GPU: what each process of a test runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_lite.checkpoint.adapters import init_adapters
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from tests.trainer.parallel import small_rewards
 from tests.trainer.parallel.small import Case, make_engine, own_batches
 from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
@@ -12,6 +17,7 @@ from tests.trainer.pretended_cuda.record import Record
 
 STEPS, MICROBATCHES = 2, 2
 CPU = torch.device("cpu")
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -27,31 +33,115 @@ class Steps:
     """launches, waits, unpinned: of the second step on the GPU."""
 
 
-def take_steps(_rank: int, case: Case) -> Steps:
-    """Train on both devices."""
-    on_cpu = _train(case, CPU, Record())
-    record = Record()
-    with PretendedGpu() as now, through_gloo():
-        on_gpu = _train(case, GPU, record, now)
-    return Steps(on_cpu, on_gpu, dict(record.launches), dict(record.waits), dict(record.unpinned))
+@dataclass(frozen=True)
+class Scored:
+    """The steps of a reward model, and an evaluation after them."""
+
+    steps: Steps
+    figures_on_cpu: list[Figures]
+    """The further figures of each step, and the sums of the evaluation."""
+    figures_on_gpu: list[Figures]
+    waits: dict[str, int]
+    unpinned: dict[str, int]
+    """waits, unpinned: of the evaluation on the GPU."""
 
 
-def _train(
-    case: Case, device: torch.device, second: Record, now: Record | None = None
-) -> list[tuple[float, float]]:
-    """Return (loss, norm) of each step. second: receives the record of the second step."""
-    engine, found = make_engine(case, device=device), []
+class _Setup(NamedTuple):
+    """How a kind of case gets its engine and its microbatches."""
+
+    make: Callable[..., Engine]
+    batches: Callable[..., list[Microbatch]]
+
+
+def _make_engine(case: Case, *, device: torch.device) -> Engine:
+    engine = make_engine(case, device=device)
     if engine.options.lora is not None:
         init_adapters(engine, seed=7)
-    for number in range(STEPS):
-        if now is not None:
-            now.clear()
-        own = [batch.to(device) for batch in own_batches(case, number, engine)[:MICROBATCHES]]
-        report = engine.train_step(own, lr=1e-3, weight_decay=0.1)
-        found.append((report.loss, report.grad_norm))
-        if now is not None and number == 1:
-            for name in ("launches", "waits", "unpinned"):
-                getattr(second, name).update(getattr(now, name))
-    engine.finish()
-    engine.grid.close()
-    return found
+    return engine
+
+
+_LANGUAGE_MODEL = _Setup(_make_engine, own_batches)
+_REWARD_MODEL = _Setup(small_rewards.make_engine, small_rewards.own_batches)
+
+
+class _Trainer:
+    """Trains on one device, and keeps the records of the second step and of an evaluation."""
+
+    def __init__(
+        self, case: Any, setup: _Setup, device: torch.device, now: Record | None = None
+    ) -> None:
+        """now: the record of the device; None on the CPU."""
+        self._case, self._batches, self._device = case, setup.batches, device
+        self._now = Record() if now is None else now
+        self._engine = setup.make(case, device=device)
+        self.losses: list[tuple[float, float]] = []
+        self.figures: list[Figures] = []
+        self.second, self.evaluation = Record(), Record()
+
+    def train(self) -> None:
+        for number in range(STEPS):
+            self._now.clear()
+            report = self._engine.train_step(self._own(number), lr=1e-3, weight_decay=0.1)
+            self.losses.append((report.loss, report.grad_norm))
+            self.figures.append(dict(report.others))
+        self.second = self._now.copy()
+
+    def evaluate(self) -> None:
+        own = self._own(STEPS)
+        self._now.clear()
+        found = self._engine.evaluate(own)
+        self.evaluation = self._now.copy()
+        self.figures.append({name: total for name, (total, _) in found.items()})
+
+    def close(self) -> None:
+        self._engine.finish()
+        self._engine.grid.close()
+
+    def _own(self, number: int) -> list[Microbatch]:
+        own = self._batches(self._case, number, self._engine)[:MICROBATCHES]
+        return [batch.to(self._device) for batch in own]
+
+
+def take_steps(_rank: int, case: Case) -> Steps:
+    """Train on both devices."""
+
+    def run(device: torch.device, now: Record | None = None) -> _Trainer:
+        trainer = _Trainer(case, _LANGUAGE_MODEL, device, now)
+        trainer.train()
+        trainer.close()
+        return trainer
+
+    return _steps(*_on_both(run))
+
+
+def take_scored_steps(_rank: int, case: small_rewards.RewardCase) -> Scored:
+    """Train a reward model and evaluate it on both devices."""
+
+    def run(device: torch.device, now: Record | None = None) -> _Trainer:
+        trainer = _Trainer(case, _REWARD_MODEL, device, now)
+        trainer.train()
+        trainer.evaluate()
+        trainer.close()
+        return trainer
+
+    on_cpu, on_gpu = _on_both(run)
+    record = on_gpu.evaluation
+    steps = _steps(on_cpu, on_gpu)
+    return Scored(steps, on_cpu.figures, on_gpu.figures, dict(record.waits), dict(record.unpinned))
+
+
+def _on_both(run: Callable[..., _Trainer]) -> tuple[_Trainer, _Trainer]:
+    on_cpu = run(CPU)
+    with PretendedGpu() as now, through_gloo():
+        return on_cpu, run(GPU, now)
+
+
+def _steps(on_cpu: _Trainer, on_gpu: _Trainer) -> Steps:
+    record = on_gpu.second
+    return Steps(
+        on_cpu.losses,
+        on_gpu.losses,
+        dict(record.launches),
+        dict(record.waits),
+        dict(record.unpinned),
+    )

@@ -14,7 +14,7 @@ import torch
 
 from megatron_lite.cli import main
 from megatron_lite.processes import launch
-from tests.trainer.loop import test_preference_runs, test_t5_runs
+from tests.trainer.loop import test_preference_runs, test_reward_runs, test_t5_runs
 from tests.trainer.loop.launches import BERT, LLAMA, MIXTRAL
 from tests.trainer.objectives import test_policy_runs, test_retro
 from tests.trainer.pretended_cuda.device import PretendedGpu
@@ -39,6 +39,12 @@ class Command(NamedTuple):
 
     words: str
     write: Callable[[Path], object] = Path.exists
+    continued: str = ""
+    """Further words of a second run, which continues the first one; empty: there is none."""
+
+
+def _write_pairs(directory: Path) -> None:
+    test_reward_runs.write_pairs(directory, test_reward_runs.MARGINS)
 
 
 def _write_words(directory: Path) -> None:
@@ -52,6 +58,10 @@ def _write_project(directory: Path) -> None:
     (project / "config.json").write_text(json.dumps(config | {"retro_gpt_vocab_size": 63}))
 
 
+SCORES = (
+    f"{test_reward_runs.WORDS} --load {test_reward_runs.BASE} --center-rewards-coefficient 0.01 --global-batch-size 4 --split 50,50,0 "
+    "--eval-interval 1 --eval-iters 1 --save ckpt --train-iters 3 --exit-interval 2"
+)
 SAVES = "--save ckpt --save-interval 1 --async-save --ckpt-format torch"
 COMMANDS = {
     "rewards": Command(
@@ -66,6 +76,8 @@ COMMANDS = {
         f"{test_preference_runs.WORDS} --eval-iters 0 --lora-rank 4 --train-iters 2 --save ckpt",
         test_preference_runs.write_pairs,
     ),
+    "scores of pairs": Command(SCORES, _write_pairs, "--resume"),
+    "scores of pairs, adapters": Command(f"{SCORES} --lora-rank 4", _write_pairs, "--resume"),
     "hidden words": Command(f"pretrain {BERT} {DROPOUTS} --train-iters 2 --save ckpt"),
     "retrieved neighbours": Command(
         f"pretrain {test_retro.MODEL} {test_retro.TRAINING} --retro-add-retriever --metrics-file metrics.jsonl",
@@ -91,7 +103,7 @@ def _failed(status: int) -> NoReturn:
     raise RuntimeError(f"the command ended with status {status}")
 
 
-def _run(_rank: int, words: str, directory: Path, on_gpu: bool) -> list[dict[str, float]]:
+def _run(_rank: int, command: Command, directory: Path, on_gpu: bool) -> list[dict[str, float]]:
     """Return the lines of --metrics-file."""
     before = Path.cwd()
     os.chdir(directory)
@@ -103,7 +115,9 @@ def _run(_rank: int, words: str, directory: Path, on_gpu: bool) -> list[dict[str
             stack.enter_context(redirect_stdout(io.StringIO()))
             if on_gpu:
                 stack.enter_context(_gpu())
-            main(words.split())
+            main(command.words.split())
+            if command.continued:
+                main([*command.words.split(), *command.continued.split()])
         lines = Path("metrics.jsonl").read_text().splitlines()
     finally:
         os.chdir(before)
@@ -125,10 +139,15 @@ def test_a_command_learns_what_it_learns_on_a_cpu(
         directory = tmp_path / ("gpu" if on_gpu else "cpu")
         directory.mkdir()
         command.write(directory)
-        runs += gpu_world.run(1, _run, command.words, directory, on_gpu)
+        runs += gpu_world.run(1, _run, command, directory, on_gpu)
     on_cpu, found = runs
     assert found
-    names = {"loss", "grad_norm", "reward", "kl", "reward_margin", "validation_loss", "sop_loss"}
+    if command.continued:
+        assert found[-1]["iteration"] == 3
+    names = {
+        *("loss", "grad_norm", "reward", "kl", "reward_margin", "validation_loss", "sop_loss"),
+        *("chosen_score", "rejected_score", "score_margin"),
+    }
     for line, expected in zip(found, on_cpu, strict=True):
         for name in names & set(expected):
             assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name

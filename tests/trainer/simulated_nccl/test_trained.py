@@ -19,9 +19,10 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.processes.blame import Beat, blamed
 from megatron_lite.processes.calls import Counts, is_member
-from megatron_lite.settings.options import Balancing
-from tests.trainer.parallel import small
+from megatron_lite.settings.options import Balancing, LoRA
+from tests.trainer.parallel import small, small_rewards
 from tests.trainer.parallel.small import FULL, Case, Trained, make_engine, step, train
+from tests.trainer.parallel.small_rewards import RewardCase
 from tests.trainer.parallel.test_mixtures import Mixture, own_batches
 from tests.trainer.parallel.test_mixtures import make_engine as make_mixture
 from tests.trainer.simulated_nccl.groups import RANK, run_ranks
@@ -138,6 +139,48 @@ def test_experts_on_several_ranks_train(empty: bool) -> None:
     expected = _train_experts(0, alone, empty=empty)
     for losses in run_ranks(4, partial(_train_experts, case=EXPERTS, empty=empty)):
         assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def _train_scores(_rank: int, case: RewardCase) -> list[dict[str, float]]:
+    """Return loss and further figures of each step, and the sums of an evaluation."""
+    engine = small_rewards.make_engine(case)
+    found = []
+    for number in range(STEPS):
+        own = small_rewards.own_batches(case, number, engine)
+        report = engine.train_step(own, 1e-3)
+        found.append({"loss": report.loss, **report.others})
+    evaluated = engine.evaluate(small_rewards.own_batches(case, STEPS, engine))
+    found.append({name: total for name, (total, _) in evaluated.items()})
+    engine.finish()
+    return found
+
+
+ADAPTERS = ("lora", LoRA(rank=2, alpha=4.0))
+SCORED = [
+    RewardCase("qwen3", tp=2, pp=2, dp=2, sequence_parallel=True, distributed=True),
+    RewardCase("qwen3", pp=2, vpp=2, options=(ADAPTERS,)),
+    RewardCase("qwen3", pp=2, cp=2, options=(RING,)),
+    RewardCase("llama", pp=4, dp=2),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in (
+            RewardCase("qwen3", pp=4, dp=4, distributed=True, options=(ADAPTERS,)),
+            RewardCase("qwen3", tp=2, pp=2, vpp=2, dp=2, options=(ADAPTERS,)),
+            RewardCase("llama", tp=2, pp=2, dp=4),
+            RewardCase("mixtral", tp=2, pp=2, dp=2, ep=2, sequence_parallel=True),
+            RewardCase("qwen3", pp=2, dp=2, distributed=True, zero=3, recompute=FULL),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SCORED, ids=str)
+def test_a_schedule_trains_and_evaluates_a_reward_model(case: RewardCase) -> None:
+    """Only the last stage has the head. In some microbatches all answers end on the first context or tensor rank."""
+    expected = _train_scores(0, case.alone())
+    for found in run_ranks(case.world, _train_scores, case):
+        for figures, alone in zip(found, expected, strict=True):
+            assert figures == pytest.approx(alone, rel=1e-4, abs=1e-4)
 
 
 TAKES = {"torch": rank_snapshot, "torch_dist": dist_snapshot}
