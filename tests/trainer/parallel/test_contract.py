@@ -259,13 +259,17 @@ FEATURES = {
     ),
 }  # fmt: skip
 COMPARED = tuple(FEATURES)
+WITH_ALL_KV_HEADS = ("gpt2", "openai_gpt")
+"""Families whose files hold q, k and v as one matrix of three equal parts."""
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 
 
 def config_of(family: str, *, tied: bool) -> ModelConfig:
     model = FEATURES[family]
-    fewer = family != "gpt2" and not model.has("mla")
-    return changed(model, {"tie_embeddings": tied, **({"attention.kv_heads": 2} if fewer else {})})
+    kv_heads = model.attention.kv_heads if model.has("mla") else 2
+    if family in WITH_ALL_KV_HEADS:
+        kv_heads = model.attention.heads
+    return changed(model, {"tie_embeddings": tied, "attention.kv_heads": kv_heads})
 
 
 @pytest.mark.parametrize("tied", [False, True])
