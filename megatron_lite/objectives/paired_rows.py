@@ -1,4 +1,4 @@
-"""What losses of pairs of answers share: each two consecutive rows are a chosen and a rejected answer."""
+"""The common part of losses of pairs: each two consecutive rows are a chosen and a rejected answer."""
 
 from collections.abc import Mapping
 from typing import ClassVar

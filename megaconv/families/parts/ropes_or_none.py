@@ -5,7 +5,7 @@
 A kind of layers whose rope is null has no positions.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
@@ -29,15 +29,11 @@ def ropes_or_none(theta: float, windows: Keys, usual: Raw | None = None) -> Keys
 
     def read(raw: Raw) -> Fields:
         found: Any = windows.read(raw)["layers.window"]
-        layers = raw["num_hidden_layers"]
-        each = found if isinstance(found, tuple) else (found,) * layers
-        kinds = [_FULL if window is None else _WINDOWED for window in each]
-        stated = raw.get(_ROPE) or usual
-        used = [kind for kind in (_FULL, _WINDOWED) if kind in kinds or (stated or {}).get(kind)]
-        of_kinds = {kind: _rope_of(stated, kind) for kind in used}
-        rotates = one_or_each(tuple(of_kinds[kind] is not None for kind in kinds))
+        kinds = _kinds(found, raw["num_hidden_layers"])
+        of_kinds = _ropes_of(raw.get(_ROPE) or usual, kinds)
+        rotates = tuple(of_kinds[kind] is not None for kind in kinds)
         rotation = _rotation(ropes, theta, of_kinds, length_of(raw))
-        return {"layers.window": found, "layers.rotates": rotates, **rotation}
+        return {"layers.window": found, "layers.rotates": one_or_each(rotates), **rotation}
 
     def write(config: ModelConfig) -> Raw:
         written = ropes.write(config)[_ROPE]
@@ -49,6 +45,19 @@ def ropes_or_none(theta: float, windows: Keys, usual: Raw | None = None) -> Keys
         return {**windows.write(config), _ROPE: found}
 
     return Keys((*windows.names, _ROPE), read, write)
+
+
+def _kinds(windows: Any, layers: int) -> list[str]:
+    """The kind of each layer. windows: of all layers, or of each."""
+    each = windows if isinstance(windows, tuple) else (windows,) * layers
+    return [_FULL if window is None else _WINDOWED for window in each]
+
+
+def _ropes_of(stated: Any, kinds: Sequence[str]) -> dict[str, Mapping[str, Any] | None]:
+    """The rope of each kind that the model has, or that rope_parameters describes."""
+    described = stated or {}
+    used = [kind for kind in (_FULL, _WINDOWED) if kind in kinds or described.get(kind)]
+    return {kind: _rope_of(stated, kind) for kind in used}
 
 
 def _rope_of(stated: Any, kind: str) -> Mapping[str, Any] | None:

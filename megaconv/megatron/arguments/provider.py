@@ -46,6 +46,7 @@ _OWN_MODULES = ("megatron.core.", "megatron.bridge.", "nemo.collections.llm.", "
 _TURNED = (
     "activation_func",
     "bias_activation_fusion",
+    "interleaved_attn_pattern",
     "scale_factor",
     "share_embeddings_and_output_weights",
     *_LLAMA3,
@@ -64,7 +65,6 @@ _WITHOUT_EFFECT = (
     *(
         "generation_config",
         "hf_model_id",
-        "interleaved_attn_pattern",
         "mamba_chunk_size",
         "mtp_enabled",
         "no_sync_func",

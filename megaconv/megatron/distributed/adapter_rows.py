@@ -82,14 +82,19 @@ def require_plain_rows(weight: NativeTensor, ranks: int, where: str) -> None:
     each of their ranks stay together.
     """
     if weight.name.endswith(".mixer.in_proj.weight"):
-        raise NotExpressible(
-            f"{where}: Megatron-Bridge saves B of a Mamba mixer's in_proj in five parts, which megaconv doesn't translate"
-        )
+        raise of_mamba(where)
     is_fused = len(weight.parts) > 1 and weight.groups is None and not is_fc1(weight)
     if is_fused and weight.tp == 0 and ranks != 1:
         raise NotExpressible(
             f"{where}: Megatron-Bridge saves B of this fused weight by ranks; megaconv translates it at tensor-parallel size 1 alone"
         )
+
+
+def of_mamba(where: str) -> NotExpressible:
+    """The error for an adapter of a Mamba mixer's in_proj."""
+    return NotExpressible(
+        f"{where}: Megatron-Bridge saves B of a Mamba mixer's in_proj in five parts, which megaconv doesn't translate"
+    )
 
 
 def rows_of_lengths(weight: NativeTensor, ranks: int, where: str) -> NativeTensor:

@@ -33,6 +33,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.megatron.distributed.adapter_fit import EXPERT_RANKS, require_dora_fits
 from megaconv.megatron.distributed.adapter_rows import (
     is_halved,
+    of_mamba,
     require_plain_rows,
     rows_of_b,
     rows_of_lengths,
@@ -117,7 +118,7 @@ def _pairs(
         if weight.of_experts and ranks > EXPERT_RANKS:
             raise NotExpressible(
                 f"{where}: an adapter of experts at expert tensor-parallel size {ranks}; Megatron-Bridge computes something else "
-                "with it than a merged model does. Train it with --expert-tensor-parallel-size 1"
+                "with it than a merged model does; train it with expert_tensor_parallel_size=1"
             )
         require_plain_rows(weight, ranks, where)
         halved = is_halved(weight, kind, ranks, parts["out"], where)
@@ -143,9 +144,7 @@ def _parts_by_module(
     for name, tensor in unstack(stacked).items():
         found = _TENSOR.fullmatch(name)
         if ".mixer.in_proj.adapter." in name:
-            raise NotExpressible(
-                f"{version}: {name}: Megatron-Bridge saves B of a Mamba mixer's in_proj in five parts, which megaconv doesn't translate"
-            )
+            raise of_mamba(f"{version}: {name}")
         if found is None or _first_of(f"{found[1]}.weight") not in weights:
             raise TensorMismatch(
                 f"{version}: {name} is no adapter of a linear layer of the model",

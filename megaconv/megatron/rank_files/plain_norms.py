@@ -3,7 +3,7 @@
     Megatron    x * (weight + 1)        layernorm_zero_centered_gamma
     Llama       x * weight
 
-Neither Megatron-Bridge nor NeMo converts such a Llama. The weights are read as stored minus 1, so that an output computes
+Megatron-Bridge and NeMo convert no such Llama. The weights are read as stored minus 1, so that an output computes
 weight + 1 exactly or ends with an error. The sum is exact in float32 if a 16-bit weight is 0 or at least 2^-16.
 """
 

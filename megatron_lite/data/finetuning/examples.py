@@ -107,7 +107,7 @@ def read_examples(
 
 
 def _filled(margins: Sequence[float | None]) -> NDArray[np.float64] | None:
-    """Return the margins with 0 for None; None if there is no other one."""
+    """Return the margins with 0 for None; None if all are None."""
     if all(margin is None for margin in margins):
         return None
     return np.array([margin or 0.0 for margin in margins])
@@ -129,7 +129,7 @@ class _Encoder:
         self.unread: Counter[str] = Counter()
         self.plain_chats = self.equal = 0
         self.margins: list[float | None] = []
-        """Of each pair that is not left out."""
+        """The margins of the pairs that are not left out."""
 
     def encode(self, record: Record) -> Encoded:
         """Encode a record. Raises BadRecord, and the tokenizer's errors for a text that it refuses."""

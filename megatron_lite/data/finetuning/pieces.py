@@ -69,10 +69,9 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
-    whole = _learn_something(examples, starts, kept)
     is_cut = np.asarray((kept < ends).any(1))
-    for pair in np.flatnonzero(is_cut):
-        whole[pair] &= _differ(examples, starts[pair], kept[pair])
+    whole = _learn_something(examples, starts, kept)
+    whole &= _differ(examples, starts, kept, is_cut)
     return _pair_pieces(examples, starts, kept, whole, is_cut)
 
 
@@ -84,14 +83,26 @@ def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> Pa
     """
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
-    kept = np.minimum(ends, starts + length)
-    cut = kept < ends
-    for pair, row in np.argwhere(cut):
-        kept[pair, row] = _before(examples, starts[pair, row], kept[pair, row], padding)
+    fitting = np.minimum(ends, starts + length)
+    is_cut = fitting < ends
+    kept = _without_padding(examples, starts, fitting, is_cut, padding)
     whole = np.asarray((kept > starts).all(1))
-    for pair in np.flatnonzero(whole):
-        whole[pair] = _differ(examples, starts[pair], kept[pair])
-    return _pair_pieces(examples, starts, kept, whole, np.asarray(cut.any(1)))
+    whole &= _differ(examples, starts, kept, whole)
+    return _pair_pieces(examples, starts, kept, whole, np.asarray(is_cut.any(1)))
+
+
+def _without_padding(
+    examples: Examples,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    rows: NDArray[np.bool_],
+    padding: int | None,
+) -> NDArray[np.int64]:
+    """The ends [pairs, 2], before tokens of padding in these rows."""
+    kept = ends.copy()
+    for place in zip(*np.nonzero(rows), strict=True):
+        kept[place] = _end_without(padding, examples, starts[place], ends[place])
+    return kept
 
 
 def _pair_pieces(
@@ -122,17 +133,25 @@ def _learn_something(
     return np.asarray((learned > 0).all(1))
 
 
-def _differ(examples: Examples, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bool:
-    """True if what is left of two answers differs."""
-    chosen, rejected = (examples.tokens[start:end] for start, end in zip(starts, ends, strict=True))
-    return not np.array_equal(chosen, rejected)
+def _differ(
+    examples: Examples,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    compared: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """False for each of the compared pairs of which the same is left of both answers. starts, ends: [pairs, 2]."""
+    differ = np.ones(len(starts), bool)
+    for pair in np.flatnonzero(compared):
+        chosen, rejected = map(slice, starts[pair], ends[pair])
+        differ[pair] = not np.array_equal(examples.tokens[chosen], examples.tokens[rejected])
+    return differ
 
 
 def without_end(examples: Examples, token: int | None) -> Examples:
     """Return the examples without a token at their ends, however often it stands there."""
     kept = np.ones(len(examples.tokens), bool)
     for start, end in pairwise(examples.bounds.tolist()):
-        kept[_before(examples, start, end, token) : end] = False
+        kept[_end_without(token, examples, start, end) : end] = False
     before = np.concatenate(([0], np.cumsum(kept, dtype=np.int64)))
     return replace(
         examples,
@@ -142,8 +161,8 @@ def without_end(examples: Examples, token: int | None) -> Examples:
     )
 
 
-def _before(examples: Examples, start: int, end: int, token: int | None) -> int:
-    """The end of a piece without a token that stands there, however often."""
+def _end_without(token: int | None, examples: Examples, start: int, end: int) -> int:
+    """The end of a piece before a token that stands there, however often."""
     while end > start and examples.tokens[end - 1] == token:
         end -= 1
     return end

@@ -11,7 +11,7 @@ from megaconv.errors import UsageError
 from megaconv.extras import install
 from megatron_lite.inference.commands.serve import KEY
 from megatron_lite.inference.opening import Opened, run
-from megatron_lite.inference.server.thinking_forms import BY_TEMPLATE
+from megatron_lite.inference.server.calls.table import BY_TEMPLATE
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import report
 

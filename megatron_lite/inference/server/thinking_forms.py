@@ -6,6 +6,8 @@ The marks are those of the models' chat templates, and of the parsers of vLLM (v
 
 from dataclasses import dataclass
 
+from megatron_lite.inference.server.calls.table import BY_TEMPLATE
+
 
 @dataclass(frozen=True)
 class ThinkingForm:
@@ -78,7 +80,6 @@ FORMS = (
     ThinkingForm("deepseek-r1", *_THINK, ("<think>",)),
 )  # fmt: skip
 """The forms, those with the most particular signs first."""
-BY_TEMPLATE = "auto"
 NAMES = (BY_TEMPLATE, *sorted(form.name for form in FORMS))
 """The values of --reasoning."""
 
