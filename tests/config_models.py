@@ -330,6 +330,17 @@ OWN_KEYS: dict[str, Raw] = {
         "block_types": ["recurrent", "attention"],
         "logits_soft_cap": 20.0,
     },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 5,
+        "num_mem_blocks": 2,
+        "adapter_rank": 3,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+    },
     "jamba": {
         "num_experts": 6,
         "num_experts_per_tok": 3,

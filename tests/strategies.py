@@ -263,6 +263,7 @@ BETWEEN_FILES = (
         "falcon_mamba",
         "jamba",
         "recurrent_gemma",
+        "zamba2",
         "modernbert_decoder",
         "muse_glimmer_text",
         "muse_spark_text",
@@ -339,6 +340,9 @@ def own_fields(family: str) -> dict[str, Any]:
         inputs = {f"mamba1.{name}": size for name, size in sizes.items()}
     if family == "recurrent_gemma":
         inputs = {"recurrent.head_dim": 3, "recurrent.conv": 4}
+    if family == "zamba2":
+        inputs = {"layers.block": True, "blocks.count": 2, "blocks.adapter_rank": 3}
+        inputs |= {f"mamba.{name}": 2 for name in ("heads", "head_dim", "groups", "state")}
     if family == "hrm_text":
         inputs = {"recurrence.high": 2, "recurrence.low": 1}
     if family == "muse_spark_text":

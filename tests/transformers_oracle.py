@@ -1045,6 +1045,10 @@ MAMBA_1: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 MODERNBERT: dict[str, Any] = {"norm_eps": 1e-3, "local_attention": 2 * WINDOW}
+ZAMBA2: dict[str, Any] = {
+    "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"], "num_mem_blocks": 2, "adapter_rank": 6, "mamba_d_state": 5,
+    "mamba_ngroups": 2, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
+}  # fmt: skip
 LONGCAT: dict[str, Any] = {
     "num_layers": LAYERS // 2, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "num_key_value_heads": 8, "ffn_hidden_size": 88,
     "intermediate_size": 88, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4,
@@ -1076,6 +1080,14 @@ CONVERTED = {
         {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0, partial_rotary_factor=0.5),
          "whole heads rotate": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_activation": "silu"},
          "one less": {"attention_window_size": WINDOW - 1}, "limit": {"logits_soft_cap": 2.0}},
+    ),
+    "zamba2": Variant(
+        "zamba2", {**ZAMBA2, "num_key_value_heads": 8, "use_shared_attention_adapter": True, "use_mem_rope": True},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0), "no rope": {"use_mem_rope": False},
+         "activation": {"hidden_act": "gelu_pytorch_tanh"}},
+    ),
+    "zamba2, without adapters of attention": Variant(
+        "zamba2", {**ZAMBA2, "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]},
     ),
     "modernbert_decoder": Variant(
         "modernbert-decoder", {**MODERNBERT, **two_ropes(rope_of(5000.0), rope_of(700.0))},

@@ -163,6 +163,8 @@ class Inspection:
             if has_pattern(config):
                 yield "pattern", _pattern(config)
             yield "mamba", _mamba(config)
+        if config.block_places:
+            yield "blocks", _blocks(config)
         if config.retrieval.layers:
             yield "retrieval", _retrieval(config)
         experts = self.experts()
@@ -273,6 +275,13 @@ def _pattern(config: ModelConfig) -> str:
 def _mamba(config: ModelConfig) -> str:
     mamba = config.mamba
     return f"{counted(mamba.heads, 'head')} of {mamba.head_dim} in {counted(mamba.groups, 'group')}, state {mamba.state}"
+
+
+def _blocks(config: ModelConfig) -> str:
+    """The shared blocks: `2 shared by 9 layers, adapters of rank 128`."""
+    blocks = config.blocks
+    shared = f"{blocks.count} shared by {counted(len(config.block_places), 'layer')}"
+    return f"{shared}, adapters of rank {blocks.adapter_rank}"
 
 
 def _retrieval(config: ModelConfig) -> str:

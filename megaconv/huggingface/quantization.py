@@ -60,6 +60,12 @@ _JOINED = {
 }
 """Weights that inference engines fuse: the last part of a weight's name -> the fused name."""
 
+_NOT_QUANTIZED = {
+    "compressed_layers": "whose quantized files have another form",
+    "shared_blocks": "whose layers share matrices, which no software is known to load in such a form",
+}
+"""Feature of models that can't be quantized -> the reason."""
+
 
 def lossy(quantize: str, options: SaveOptions) -> str:
     """The notice that a conversion gives about the quantization."""
@@ -132,10 +138,11 @@ def quantized_forms(
         raise UsageError(
             f"--quantize {kind}: is not known; choose one of {', '.join(QUANTIZATIONS)}"
         )
-    if header.config.has("compressed_layers"):
-        raise NotExpressible(
-            f"--quantize {kind}: is not supported for {header.config.family}, whose quantized files have another form; leave it out"
-        )
+    for feature, reason in _NOT_QUANTIZED.items():
+        if header.config.has(feature):
+            raise NotExpressible(
+                f"--quantize {kind}: is not supported for {header.config.family}, {reason}; leave it out"
+            )
     if options.base is not None:
         raise UsageError(
             "--quantize: --base copies the original's tensors as they are; leave one of them out"

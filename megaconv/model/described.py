@@ -7,6 +7,7 @@ target can't represent. `fields.py` translates between dotted names and objects.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from megaconv.model.beside import Whole
@@ -19,6 +20,7 @@ from megaconv.model.mixers import (
     Mamba,
     Mamba1,
     Recurrent,
+    SharedBlocks,
     ShortConvolution,
 )
 from megaconv.model.own_names import OwnNames
@@ -70,6 +72,7 @@ class DescribedModel:
     mamba: Mamba = field(default_factory=Mamba)
     mamba1: Mamba1 = field(default_factory=Mamba1)
     recurrent: Recurrent = field(default_factory=Recurrent)
+    blocks: SharedBlocks = field(default_factory=SharedBlocks)
     convolution: ShortConvolution = field(default_factory=ShortConvolution)
     factors: Factors = field(default_factory=Factors)
     experts: Experts = field(default_factory=Experts)
@@ -149,7 +152,21 @@ class DescribedModel:
     def layer_sizes(self, layer: int) -> dict[str, int]:
         """The sizes of one layer that differ from the model's in the shapes of its tensors."""
         rows = self.layers[layer].ngram_rows
-        return {**self.own_sizes(layer), **({"ngram_rows": rows} if rows else {})}
+        tables = {"ngram_rows": rows} if rows else {}
+        return {**self.own_sizes(layer), **tables, **self.block_places.get(layer, {})}
+
+    @cached_property
+    def block_places(self) -> Mapping[int, Mapping[str, int]]:
+        """Layer with a shared block -> the first layer that has this block, and the number of the use among all uses."""
+        uses = [layer for layer, kind in enumerate(self.layers) if kind.block]
+        return {
+            layer: {"block_holder": uses[use % self.blocks.count], "block_use": use}
+            for use, layer in enumerate(uses)
+        }
+
+    def holds_block(self, layer: int) -> bool:
+        """True if a layer is the first that has its shared block."""
+        return self.block_places.get(layer, {}).get("block_holder") == layer
 
 
 def value_of(config: DescribedModel, name: str) -> Any:

@@ -108,6 +108,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "mamba1_bias": lambda config: config.mamba1.bias,
     "mamba1_conv_bias": lambda config: config.mamba1.conv_bias,
     "recurrent_layers": lambda config: any(each.mixer == "recurrent" for each in config.layers),
+    "shared_blocks": lambda config: any(each.block for each in config.layers),
+    "block_adapters": lambda config: config.blocks.attention_adapters,
     "convolution_layers": lambda config: any(each.mixer == "convolution" for each in config.layers),
     "hybrid_stack": lambda config: any(
         each.mixer in ("mamba", "none") or each.mlp == "none" for each in config.layers
@@ -119,7 +121,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
         and all(each.mixer in ("attention", "none") for each in config.layers)
     ),
     "only_mamba": lambda config: all(
-        each.mixer == "mamba" and each.mlp == "none" for each in config.layers
+        each.mixer == "mamba" and each.mlp == "none" and not each.block for each in config.layers
     ),
     "mlp_bias": lambda config: config.mlp.bias,
     "gated": lambda config: config.mlp.gated,
@@ -215,6 +217,8 @@ OF_LAYER: Mapping[str, Callable[[DescribedModel, LayerKind, int], bool]] = {
     "lightning": lambda config, kind, layer: kind.mixer == "lightning",
     "recurrent": lambda config, kind, layer: kind.mixer == "recurrent",
     "convolution": lambda config, kind, layer: kind.mixer == "convolution",
+    "block": lambda config, kind, layer: kind.block,
+    "holds_block": lambda config, kind, layer: kind.block and config.holds_block(layer),
     "moe": lambda config, kind, layer: config.experts.count > 0 and kind.mlp == "experts",
     "dense": lambda config, kind, layer: (
         kind.mlp != "none" and not (config.experts.count and kind.mlp == "experts")

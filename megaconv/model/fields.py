@@ -139,6 +139,7 @@ STRUCTURE = (
     *("mamba1.width", "mamba1.state", "mamba1.conv", "mamba1.rank", "mamba1.bias"),
     *("mamba1.conv_bias", "mamba1.norms"),
     *("recurrent.head_dim", "recurrent.conv"),
+    *("layers.block", "blocks.count", "blocks.adapter_rank", "blocks.attention_adapters"),
     "convolution.width",
     "recurrence.high",
 )

@@ -181,6 +181,8 @@ def _of_mixers_without_effect(config: ModelConfig) -> Iterator[str]:
         yield "mamba1.norm_epsilon"
     if not config.has("recurrent_layers"):
         yield from _fields_below("recurrent.")
+    if not config.has("shared_blocks"):
+        yield from _fields_below("blocks.")
     if not config.has("convolution_layers"):
         yield "convolution.width"
 

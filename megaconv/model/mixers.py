@@ -96,6 +96,20 @@ class Mamba1:
 
 
 @dataclass(frozen=True)
+class SharedBlocks:
+    """Blocks of attention and an MLP that several layers share (Zamba 2, arXiv 2411.15242). A block reads the hidden states
+    and the embedding side by side, and has no residuals. A matrix of the layer follows it, and the sum with the hidden
+    states is the input of the layer's mixer. All numbers are 0 in models without such blocks."""
+
+    count: int = 0
+    """Number of blocks. The layers that have one (layers.block) take them in turn."""
+    adapter_rank: int = 0
+    """Rank of the product of two matrices that each layer adds to gate and up of its block."""
+    attention_adapters: bool = False
+    """True if each layer also adds such products to q, k and v of its block."""
+
+
+@dataclass(frozen=True)
 class ShortConvolution:
     """The layers with mixer `convolution` (LFM 2): each channel is a weighted sum of its last few tokens, with a gate
     before the sum and another after it. The channels are as many as the hidden states are wide."""

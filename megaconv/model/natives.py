@@ -137,6 +137,7 @@ class _ChunkTensors:
                     yield from self._natives(row, local, layer)
                     if row.copies:
                         yield from self._second_names(row)
+                        yield from self._other_uses(row, local, layer)
             if row.copies and config.tie_embeddings and self.chunk.is_last:
                 yield from self._tied(row)
         if self.chunk.encoder is not None:
@@ -173,6 +174,20 @@ class _ChunkTensors:
         only under one."""
         copy = Copy(written=self.shared.naming.scheme != "hf")
         return (self._copy(row, name, copy) for name in self._names(row, "itself"))
+
+    def _other_uses(self, row: Row, local_layer: int, layer: int) -> Iterator[NativeTensor]:
+        """Yield the copies in other layers with the same shared block. A state dictionary has them, Hugging Face's files
+        hold the tensor once."""
+        if not row.has_copies("uses"):
+            return
+        config, spelled = self.shared.config, row.spelling(self.shared.naming)
+        own = config.layer_sizes(layer)
+        for other, place in config.block_places.items():
+            holder = place["block_holder"]
+            if holder == own["block_holder"] and holder != other:
+                rank = self.rank.of_layer({**own, "block_holder": other}, own)
+                for template in row.templates(spelled, rank):
+                    yield template.of(local_layer, layer)._replace(copy=Copy(written=False))
 
     def _tied(self, row: Row) -> Iterator[NativeTensor]:
         """Yield the copies of a tied head.

@@ -25,8 +25,8 @@ SYMBOLS = {"M": "Mamba 2", "*": "attention", "-": "MLP", "E": "MoE"}
 
 
 def has_pattern(config: ModelConfig) -> bool:
-    """True if each layer has a symbol: none has both a mixer and an MLP."""
-    return all((kind.mixer, kind.mlp) in _SYMBOLS for kind in config.layers)
+    """True if each layer has a symbol: none has both a mixer and an MLP, or a shared block."""
+    return all((kind.mixer, kind.mlp) in _SYMBOLS and not kind.block for kind in config.layers)
 
 
 def pattern_of(config: ModelConfig) -> str:

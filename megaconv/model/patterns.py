@@ -25,6 +25,13 @@ def _product(axis: str, sizes: Mapping[str, int]) -> int:
     return prod(int(word) if word.isdigit() else sizes[word] for word in axis.split("*"))
 
 
+def with_sizes(pattern: str, sizes: Mapping[str, int]) -> str:
+    """A name with the values of sizes: `{=block_use}` stands for the number of that size in the layer."""
+    if "{=" not in pattern:
+        return pattern
+    return re.sub(r"\{=(\w+)\}", lambda found: str(sizes[found[1]]), pattern)
+
+
 def of_layer(pattern: str, layer: int) -> str:
     """A name with its layer number. The placeholder `{e}` stays in it.
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from formats.tensor import Box, Shape, matrix_shape
 from megaconv.model.layout import divide
-from megaconv.model.patterns import evaluate, of_layer
+from megaconv.model.patterns import evaluate, of_layer, with_sizes
 from megaconv.model.rank import RANKS, Rank
 from megaconv.model.regions import NativeTensor, Region
 
@@ -128,7 +128,7 @@ class Pieces:
             parts[shard.name] = _spread(shard.box, rows_in_group, groups, before, rows // groups)
             before += rows_in_group
         return NativeTensor(
-            name,
+            with_sizes(name, self.rank.whole),
             parts,
             self._shape(rows, shards[0]),
             replicated=self.tp is None,

@@ -23,7 +23,7 @@ STAGES = ("tower", "deepstack", "first", "encoder", "between", "retriever", "lay
 SHARDED_SCHEMES = ("core", "legacy", "meta", "trtllm")
 """Naming schemes whose files are sharded over tensor-parallel ranks."""
 
-COPIED_WITH = ("head", "itself", "decoder", "encoder_end", "stacks", "mtp")
+COPIED_WITH = ("head", "itself", "uses", "decoder", "encoder_end", "stacks", "mtp")
 
 
 Spelling = str | Separate | tuple[str | Separate, ...]
@@ -44,6 +44,7 @@ class Copied:
     place: where the copy is stored.
         `head`: with the head of a model that ties it to the embedding.
         `itself`: next to the tensor, under a second name of the same tensor.
+        `uses`: in each further layer that has the same shared block, whose number is {=block_holder} in the name.
         `mtp`: with the MTP layers.
         `decoder`: with the first decoder stage, if the encoder has its own stages.
         `encoder_end`: in core, with the last encoder stage, where it is unused.
@@ -68,7 +69,7 @@ class Row:
     """One line of a family's table.
 
     canonical: name pattern. `{l}` is the layer, `{l-1}` the layer before, `{l/2}` half its number, `{l%2}` the rest of that,
-        `{e}` an expert;
+        `{e}` an expert; in a native name, `{=block_use}` is the layer's value of a size;
         `{q|k|v}` stands for several tensors.
     shapes: one shape per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
     names: the row's spelling in each naming scheme, by the scheme's keys (`hf=`, `core_local=` ...; see naming.py).
@@ -131,8 +132,8 @@ class Row:
             raise self._wrong(f"{self.stage!r} is not a stage; known: {', '.join(STAGES)}")
         if tensors != len(self.shapes):
             raise self._wrong(f"{tensors} tensors with {len(self.shapes)} shapes")
-        if self.copies and tensors > 1:
-            raise self._wrong("only a row of one tensor can have copies")
+        if tensors > 1 and any(copied.place != "uses" for copied in self.copies):
+            raise self._wrong("only a row of one tensor can have copies, except of shared blocks")
         for key, spellings in self.names.items():
             self._check_spellings(key, spellings)
 

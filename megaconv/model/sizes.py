@@ -62,6 +62,7 @@ SIZES: Mapping[str, Size] = {
     "mamba1_rank": Size("mamba1.rank"),
     "recurrent_dim": Size("recurrent.head_dim"),
     "recurrent_conv": Size("recurrent.conv"),
+    "adapter_rank": Size("blocks.adapter_rank"),
     "conv_width": Size("convolution.width"),
     "layer_input_width": Size("layer_inputs.width"),
     "layer_input_vocab": Size("layer_inputs.vocab"),

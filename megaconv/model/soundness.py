@@ -25,6 +25,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_mamba1(model)
     _check_recurrent(model)
     _check_convolution(model)
+    _check_blocks(model)
     _check_retrieval(model)
 
 
@@ -182,6 +183,16 @@ def _check_convolution(model: DescribedModel) -> None:
     if any(kind.mixer == "convolution" for kind in model.layers) and not model.convolution.width:
         raise CorruptCheckpoint(
             "the model's short convolutions should be over a positive number of positions, found 0"
+        )
+
+
+def _check_blocks(model: DescribedModel) -> None:
+    blocks = model.blocks
+    if not any(kind.block for kind in model.layers):
+        return
+    if not blocks.count or not blocks.adapter_rank:
+        raise CorruptCheckpoint(
+            f"the model's shared blocks can't be {blocks.count} with adapters of rank {blocks.adapter_rank}"
         )
 
 

@@ -56,6 +56,8 @@ class LayerKind:
     """The same in the MLP and in the shared expert."""
     ngram_rows: int = 0
     """Rows of the layer's table of n-grams (Qwen4-Exp); 0 if it has none."""
+    block: bool = False
+    """True if a shared block of attention and an MLP comes before the mixer (Zamba 2)."""
     sparsity: float = 0.0
     """The share of the elements of an MLP's first projection that become 0: those below a limit, which follows from
     their mean and deviation. 0 in a usual MLP."""

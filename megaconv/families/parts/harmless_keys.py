@@ -19,7 +19,7 @@ _BY_REASON: Mapping[str, str] = {
     """,
     "how Mamba 1 and 2 are computed: kernels, length of chunks, precision of the state and of the residual": """
         chunk_size L_bp_cycles mamba_chunk_size mamba_ssm_cache_dtype moe_shared_expert_overlap residual_in_fp32
-        use_associative_scan use_falcon_mambapy use_mamba_kernels use_mambapy
+        use_associative_scan use_falcon_mambapy use_mamba_kernels use_mambapy use_mem_eff_path
     """,
     "how lightning attention is computed: positions of a block": """
         block_size
