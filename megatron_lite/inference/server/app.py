@@ -4,10 +4,10 @@ import asyncio
 import hmac
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -19,10 +19,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_lite.inference.opening import Opened
-from megatron_lite.inference.prompts import template_for_tools
 from megatron_lite.inference.server import megatron_api
-from megatron_lite.inference.server.calls.form import CallForm
-from megatron_lite.inference.server.calls.table import BY_TEMPLATE, forms_of
+from megatron_lite.inference.server.answering import Answering
+from megatron_lite.inference.server.calls.table import BY_TEMPLATE
 from megatron_lite.inference.server.errors import (
     Broken,
     Gone,
@@ -32,38 +31,32 @@ from megatron_lite.inference.server.errors import (
     TooSlow,
     WrongKey,
 )
+from megatron_lite.inference.server.event_stream import AnswerForm, Events, EventStream
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.local_only import LocalOnly
 from megatron_lite.inference.server.metrics import metrics
 from megatron_lite.inference.server.model_card import model_card
-from megatron_lite.inference.server.openai_answers import Choice, Form, Piece, of_prompt
-from megatron_lite.inference.server.openai_requests import Wanted, chat, completion, unknown_model
+from megatron_lite.inference.server.openai_requests import Wanted, unknown_model
+from megatron_lite.inference.server.openai_routes import read_chat, read_completion
 from megatron_lite.inference.server.page import POLICY, page
-from megatron_lite.inference.server.reasoning import with_reasoning, without_reasoning
+from megatron_lite.inference.server.pieces import Pieces
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
-    Events,
-    Parts,
     Unread,
     refusal,
     unless_gone,
 )
-from megatron_lite.inference.server.shown_marks import showing_marks
-from megatron_lite.inference.server.streams import beams, pieces
-from megatron_lite.inference.server.thinking_forms import ThinkingForm, thinking_forms_of
-from megatron_lite.inference.server.tools import with_calls
+from megatron_lite.inference.server.streams import beams
 from megatron_lite.inference.server.worker import Worker
-from megatron_lite.inference.slots import Drafter, LanguageModel, Scored, require_finite
-from megatron_lite.inference.text import Detokenize
 
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
+Read = Callable[[Fields, Opened, str], tuple[Wanted, AnswerForm]]
+"""Reads a request: (fields, model, name of the model) -> (request, form of its answer). Raises Refused."""
 MODELS = "/v1/models"
 _DISCARDED = 16
 """If a body is refused before it is read, at most this many times the largest body is discarded."""
-_OF_MARK = 16
-"""Number of tokens at a prompt's end that may have the mark of thinking."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +89,14 @@ class Server:
 
     def __post_init__(self) -> None:
         self._reader = ThreadPoolExecutor(1, "reader")
-        self._detokenizers: dict[tuple[bool, bool], Detokenize] = {}
-        """By (shows the marks of calls, shows those of thinking)."""
+        self._answering = Answering(self.opened, self.worker, self.reasoning, self.tool_calls)
 
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
-        guarded = self._guarded
+        guarded, answers = self._guarded, self._answers
         routes = [
-            Route("/v1/completions", guarded(self.completions), methods=["POST"]),
-            Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
+            Route("/v1/completions", guarded(answers(read_completion)), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(answers(read_chat)), methods=["POST"]),
             Route(MODELS, guarded(self.models)),
             Route(f"{MODELS}/{{name:path}}", guarded(self.one_model)),
             Route("/api", guarded(self.megatron), methods=["PUT", "POST"]),
@@ -178,7 +170,7 @@ class Server:
         """Run read(fields, opened) on a separate thread, so that a long text or a slow template blocks no other request."""
         body = await self._body(request)
         return await asyncio.get_running_loop().run_in_executor(
-            self._reader, lambda: read(Fields(body), self.opened)
+            self._reader, lambda: read(Fields.parse(body), self.opened)
         )
 
     async def _body(self, request: Request) -> bytes:
@@ -202,130 +194,27 @@ class Server:
             raise Gone from None
         return bytes(body)
 
-    async def completions(self, request: Request) -> Response:
-        """Answer /v1/completions."""
-        return await self._answer(request, completion, chat=False)
+    def _answers(self, read: Read) -> Handler:
+        """Return the handler of a route whose requests are read by this function."""
 
-    async def chat(self, request: Request) -> Response:
-        """Answer /v1/chat/completions."""
-        return await self._answer(request, chat, chat=True)
+        async def answer(request: Request) -> Response:
+            deadline = Deadline(self.limits.seconds)
+            wanted, form = await self._read(
+                request, lambda fields, opened: read(fields, opened, self.name)
+            )
+            pieces = self._answering.pieces(wanted, deadline)
+            if not wanted.stream:
+                return JSONResponse(await unless_gone(request, _whole(form, pieces)))
+            events = _events(form, pieces)
+            # Wait for the first event, so that an early refusal still sets the HTTP status.
+            first = await unless_gone(request, anext(events))
 
-    async def _answer(
-        self, request: Request, read: Callable[[Fields, Opened, str], Wanted], *, chat: bool
-    ) -> Response:
-        deadline = Deadline(self.limits.seconds)
-        wanted = await self._read(request, lambda fields, opened: read(fields, opened, self.name))
-        form = Form(
-            chat,
-            wanted.model,
-            self.opened.tokenizer.detokenize,
-            wanted.log_probs is not None,
-            isinstance(self.opened.model, Drafter),
-        )
-        if not wanted.stream:
-            return await unless_gone(request, self._whole(wanted, form, deadline))
-        parts = self._parts(wanted, form, deadline)
-        # Wait for the first part, so that an early refusal still sets the HTTP status.
-        first = await unless_gone(request, anext(parts))
+            def ended(status: int) -> None:
+                self.answered[request.url.path, status] += 1
 
-        def ended(status: int) -> None:
-            self.answered[request.url.path, status] += 1
+            return Events(first, events, form, ended)
 
-        return Events(first, parts, ended)
-
-    async def _begun(self, wanted: Wanted, deadline: Deadline) -> list[Choice]:
-        """Return the initial content of the choices: with echo the prompt."""
-        found: list[Choice] = []
-        if not wanted.echo:
-            count = len(wanted.prompts) * wanted.choices
-            return [Choice() for _ in range(count)]
-        top = wanted.log_probs
-        end = None if wanted.max_tokens else "length"
-        for prompt in wanted.prompts:
-            scored = None
-            if top is not None:
-                scoring = self.worker.between(_score(prompt, top, wanted.adapter))
-                (scored,) = await deadline.of(scoring)
-            for _ in range(wanted.choices):
-                text = self.opened.tokenizer.detokenize(prompt)
-                tokens = of_prompt(prompt, scored, top or 0)
-                choice = Choice(text, tokens, end)
-                found.append(choice)
-        return found
-
-    async def _whole(self, wanted: Wanted, form: Form, deadline: Deadline) -> Response:
-        choices = await self._begun(wanted, deadline)
-        before = sum(len(choice.tokens) for choice in choices)
-        if wanted.max_tokens:
-            async with aclosing(self._pieces(wanted, deadline)) as found:
-                async for piece in found:
-                    choices[piece.choice].add(piece)
-        generated = sum(len(choice.tokens) for choice in choices) - before
-        return JSONResponse(form.whole(choices, sum(map(len, wanted.prompts)), generated))
-
-    async def _parts(self, wanted: Wanted, form: Form, deadline: Deadline) -> Parts:
-        generated, begun, choices = 0, set(), await self._begun(wanted, deadline)
-        for number, choice in enumerate(choices):
-            if wanted.echo:
-                echoed = Piece(number, choice.text, tuple(choice.tokens), choice.end)
-                yield form.part(echoed, Choice(), first=True)
-                begun.add(number)
-        if wanted.max_tokens:
-            async with aclosing(self._pieces(wanted, deadline)) as found:
-                async for piece in found:
-                    choice = choices[piece.choice]
-                    yield form.part(piece, choice, first=piece.choice not in begun)
-                    begun.add(piece.choice)
-                    choice.add(piece)
-                    generated += len(piece.tokens)
-        if wanted.usage:
-            yield form.last(choices, sum(map(len, wanted.prompts)), generated)
-
-    def _pieces(self, wanted: Wanted, deadline: Deadline) -> AsyncGenerator[Piece, None]:
-        found = pieces(
-            self.worker, wanted, self.opened.stop_ids, self._detokenize(wanted), deadline
-        )
-        if wanted.harmony is not None:
-            return found if self.reasoning else without_reasoning(found)
-        if self._separates(wanted):
-            prompt = self.opened.tokenizer.spelled(wanted.prompts[0][-_OF_MARK:])
-            found = with_reasoning(found, self._thinking_forms, prompt)
-        if wanted.tools is None:
-            return found
-        return with_calls(found, replace(wanted.tools, forms=self._call_forms))
-
-    def _separates(self, wanted: Wanted) -> bool:
-        """Return whether thinking is apart from the answer. An answer of a demanded form has none."""
-        return self.reasoning is not None and not wanted.continues and wanted.grammar is None
-
-    def _detokenize(self, wanted: Wanted) -> Detokenize:
-        may_call = wanted.tools is not None and not wanted.tools.forced
-        if wanted.harmony is not None:
-            return self.opened.tokenizer.detokenize
-        return self._shown(calls=may_call, thinking=self._separates(wanted))
-
-    def _shown(self, *, calls: bool, thinking: bool) -> Detokenize:
-        """Return the function from tokens to text with the marks that are read in it."""
-        if (calls, thinking) not in self._detokenizers:
-            forms = [*self._call_forms] * calls + [*self._thinking_forms] * thinking
-            marks = {mark for form in forms for mark in form.all_marks}
-            made = showing_marks(self.opened.tokenizer, marks)
-            self._detokenizers[calls, thinking] = made
-        return self._detokenizers[calls, thinking]
-
-    @cached_property
-    def _template(self) -> str:
-        return template_for_tools(self.opened.tokenizer)
-
-    @cached_property
-    def _call_forms(self) -> tuple[CallForm, ...]:
-        """The forms in which the model may write calls."""
-        return forms_of(self.tool_calls, self._template)
-
-    @cached_property
-    def _thinking_forms(self) -> tuple[ThinkingForm, ...]:
-        """The forms in which the model may mark its thinking."""
-        return thinking_forms_of(self.reasoning or BY_TEMPLATE, self._template)
+        return answer
 
     async def megatron(self, request: Request) -> Response:
         """Answer Megatron's /api."""
@@ -397,7 +286,12 @@ def _route(request: Request) -> str:
     return MODELS if path.startswith(f"{MODELS}/") else path
 
 
-def _score(
-    prompt: tuple[int, ...], top: int, adapter: int | None
-) -> Callable[[LanguageModel], list[Scored]]:
-    return lambda model: [require_finite(found) for found in model.score([prompt], top, adapter)]
+async def _whole(form: AnswerForm, pieces: Pieces) -> dict[str, Any]:
+    async with aclosing(pieces):
+        return await form.whole(pieces)
+
+
+async def _events(form: AnswerForm, pieces: Pieces) -> EventStream:
+    async with aclosing(pieces), aclosing(form.events(pieces)) as events:
+        async for event in events:
+            yield event

@@ -1,5 +1,7 @@
 """Reasons to refuse a request, with their HTTP status."""
 
+from typing import Any
+
 from megatron_lite.inference.slots import NotFinite
 
 
@@ -95,3 +97,14 @@ class NoAnswer(Broken):
 
     def __init__(self) -> None:
         super().__init__(str(NotFinite()), code="not_finite")
+
+
+def refused_json(refused: Refused) -> dict[str, Any]:
+    """Return a refusal in OpenAI's format."""
+    described = {
+        "message": refused.message,
+        "type": refused.kind,
+        "param": refused.field,
+        "code": refused.code,
+    }
+    return {"error": described}

@@ -15,8 +15,14 @@ HARMLESS = (
 class Fields:
     """The fields of a request. Each read removes its field; finish() refuses fields that were not read."""
 
-    def __init__(self, body: bytes) -> None:
-        """Parse the body. Raises Refused if it is not a JSON object."""
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._left: dict[str, Any] = {
+            name: value for name, value in values.items() if name not in HARMLESS
+        }
+
+    @classmethod
+    def parse(cls, body: bytes) -> "Fields":
+        """Return the fields of a body. Raises Refused if it is not a JSON object."""
         try:
             found = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -25,9 +31,7 @@ class Fields:
             raise Refused(f"the body should be a JSON object, found {type(found).__name__}")
         if _has_half_characters(body, found):
             raise Refused("a text has half of a surrogate pair, which is no character")
-        self._left: dict[str, Any] = {
-            name: value for name, value in found.items() if name not in HARMLESS
-        }
+        return cls(found)
 
     def __contains__(self, name: str) -> bool:
         return self._left.get(name) is not None

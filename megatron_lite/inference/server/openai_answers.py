@@ -1,74 +1,19 @@
-"""Formats the results of a running batch as answers of OpenAI's routes."""
+"""Formats the pieces of an answer for OpenAI's routes of completions and chats."""
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lite.inference.sampling import Likelihood
-from megatron_lite.inference.slots import Scored
+from megatron_lite.inference.server.errors import Refused, refused_json
+from megatron_lite.inference.server.pieces import Choice, Piece, Pieces
 from megatron_lite.inference.text import Detokenize
 
 REASONING = "reasoning_content"
 """The field of a message with the model's thinking. Chat templates read it from messages of the assistant."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """New text and tokens of one choice. The text of some tokens may still be held back."""
-
-    choice: int
-    text: str
-    tokens: tuple[tuple[int, Likelihood | None], ...] = ()
-    end: str | None = None
-    calls: tuple[dict[str, Any], ...] = ()
-    """Calls of tools."""
-    reasoning: str = ""
-    """New text of the model's thinking, if it is separated from the answer."""
-    accepted: int = 0
-    """Number of the tokens that drafts guessed."""
-    rejected: int = 0
-    """Number of wrong drafts."""
-
-
-@dataclass
-class Choice:
-    """All pieces of one choice."""
-
-    text: str = ""
-    tokens: list[tuple[int, Likelihood | None]] = field(default_factory=list)
-    end: str | None = None
-    calls: tuple[dict[str, Any], ...] = ()
-    reasoning: str = ""
-    accepted: int = 0
-    rejected: int = 0
-
-    def add(self, piece: Piece) -> None:
-        """Append a piece."""
-        self.text += piece.text
-        self.reasoning += piece.reasoning
-        self.tokens += piece.tokens
-        self.calls += piece.calls
-        self.accepted += piece.accepted
-        self.rejected += piece.rejected
-        self.end = piece.end or self.end
-
-
-def of_prompt(
-    prompt: Sequence[int], scored: Scored | None, top: int
-) -> list[tuple[int, Likelihood | None]]:
-    """Return the prompt's tokens with their log-probabilities; the first token has none."""
-    if scored is None:
-        return [(token, None) for token in prompt]
-    found: list[tuple[int, Likelihood | None]] = [(prompt[0], None)]
-    for place, token in enumerate(prompt[1:]):
-        log_prob = float(scored.log_probs[place])
-        top_ids = scored.top_ids[place, :top].tolist()
-        top_log_probs = scored.top_log_probs[place, :top].tolist()
-        likeliest = tuple(zip(top_ids, top_log_probs, strict=True))
-        found.append((token, Likelihood(log_prob, likeliest)))
-    return found
 
 
 @dataclass(frozen=True)
@@ -81,21 +26,43 @@ class Form:
     log_probs: bool
     drafts: bool = False
     """True if the usage has the numbers of drafts."""
+    prompt_tokens: int = 0
+    usage: bool = False
+    """True if a stream ends with the numbers of tokens."""
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+    last_line = "data: [DONE]\n\n"
 
-    def whole(
-        self, choices: Sequence[Choice], prompt_tokens: int, generated: int
-    ) -> dict[str, Any]:
+    async def whole(self, pieces: Pieces) -> dict[str, Any]:
         """Return the whole answer."""
+        choices: defaultdict[int, Choice] = defaultdict(Choice)
+        async for piece in pieces:
+            choices[piece.choice].add(piece)
+        return self.answer([choices[number] for number in sorted(choices)])
+
+    async def events(self, pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the chunks of a stream."""
+        choices: dict[int, Choice] = {}
+        async for piece in pieces:
+            before = choices.get(piece.choice)
+            yield self.part(piece, before or Choice(), first=before is None)
+            choices.setdefault(piece.choice, Choice()).add(piece)
+        if self.usage:
+            yield self._envelope([], streamed=True) | self._usage(list(choices.values()))
+
+    def failure(self, refused: Refused) -> dict[str, Any]:
+        """Return the chunk that ends a stream with an error."""
+        return refused_json(refused)
+
+    def answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the answer with these choices."""
         made = []
         for number, choice in enumerate(choices):
             fields: dict[str, Any] = {"text": choice.text}
             if self.chat:
                 fields = {"message": _message(choice)}
             made.append(self._choice(number, fields, choice.tokens, choice.end, 0))
-        counted = self._usage(choices, prompt_tokens, generated)
-        return self._envelope(made, streamed=False) | counted
+        return self._envelope(made, streamed=False) | self._usage(choices)
 
     def part(self, piece: Piece, before: Choice, *, first: bool) -> dict[str, Any]:
         """Return a chunk of a stream.
@@ -116,19 +83,13 @@ class Form:
             streamed=True,
         )
 
-    def last(self, choices: Sequence[Choice], prompt_tokens: int, generated: int) -> dict[str, Any]:
-        """Return the last chunk of a stream, with the numbers of tokens."""
-        counted = self._usage(choices, prompt_tokens, generated)
-        return self._envelope([], streamed=True) | counted
-
-    def _usage(
-        self, choices: Sequence[Choice], prompt_tokens: int, generated: int
-    ) -> dict[str, Any]:
+    def _usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return OpenAI's object for the numbers of tokens."""
+        generated = sum(choice.generated for choice in choices)
         found: dict[str, Any] = {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": self.prompt_tokens,
             "completion_tokens": generated,
-            "total_tokens": prompt_tokens + generated,
+            "total_tokens": self.prompt_tokens + generated,
         }
         if self.drafts:
             found["completion_tokens_details"] = {

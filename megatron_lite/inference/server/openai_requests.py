@@ -62,6 +62,11 @@ class Wanted:
     varies: bool = False
     """True if the client gave no seed, so that equal prompts need not have equal answers."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
     def requests(self, stop_ids: frozenset[int]) -> list[Request]:
         """Return the requests; choices of one prompt are adjacent, and each has a different seed.
 

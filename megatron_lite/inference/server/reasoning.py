@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from megatron_lite.inference.harmony import BETWEEN
-from megatron_lite.inference.server.openai_answers import Piece
+from megatron_lite.inference.server.pieces import Piece
 from megatron_lite.inference.server.thinking_forms import ThinkingForm
 from megatron_lite.inference.text import overlap
 

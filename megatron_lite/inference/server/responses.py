@@ -1,16 +1,21 @@
-"""HTTP responses: refusals, streams of events, and answers whose client has disconnected."""
+"""HTTP responses: refusals, limits of time, and answers whose client has disconnected."""
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from megatron_lite.inference.server.errors import Gone, Refused, ShuttingDown, TimedOut
+from megatron_lite.inference.server.errors import (
+    Gone,
+    Refused,
+    TimedOut,
+    refused_json,
+)
 
 T = TypeVar("T")
 
@@ -28,10 +33,12 @@ class AsciiJSONResponse(JSONResponse):
         return json.dumps(content).encode()
 
 
-def refusal(refused: Refused) -> AsciiJSONResponse:
-    """Return a refusal in OpenAI's format."""
+def refusal(
+    refused: Refused, described: Callable[[Refused], dict[str, Any]] = refused_json
+) -> AsciiJSONResponse:
+    """Return a refusal, described in the route's format."""
     headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
-    return AsciiJSONResponse({"error": _error(refused)}, refused.status, headers)
+    return AsciiJSONResponse(described(refused), refused.status, headers)
 
 
 class Unread(Response):
@@ -68,15 +75,6 @@ class Unread(Response):
             size += len(message.get("body", b""))
 
 
-def _error(refused: Refused) -> dict[str, Any]:
-    return {
-        "message": refused.message,
-        "type": refused.kind,
-        "param": refused.field,
-        "code": refused.code,
-    }
-
-
 class Deadline:
     """The time limit of a request, from its first byte to the last byte of its answer."""
 
@@ -109,44 +107,3 @@ async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-Parts = AsyncGenerator[dict[str, Any], None]
-
-
-class Events(StreamingResponse):
-    """Server-sent events. An error during the stream is sent as an event, because the status has been sent."""
-
-    def __init__(self, first: dict[str, Any], parts: Parts, ended: Callable[[int], None]) -> None:
-        """ended: called with the status of the outcome; 499 if the client disconnected."""
-        self._parts, self._ended, self._outcome = parts, ended, Gone.status
-        super().__init__(
-            self._events(first), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )  # fmt: skip
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        except asyncio.CancelledError:  # after SIGTERM, the time for open answers has ended
-            self._outcome = ShuttingDown.status
-            last = _event({"error": _error(ShuttingDown())}).encode()
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-        finally:
-            self._ended(self._outcome)
-            await self._parts.aclose()
-
-    async def _events(self, first: dict[str, Any]) -> AsyncIterator[str]:
-        yield _event(first)
-        outcome = 200
-        try:
-            async for part in self._parts:
-                yield _event(part)
-        except Refused as refused:
-            outcome = refused.status
-            yield _event({"error": _error(refused)})
-        yield "data: [DONE]\n\n"
-        self._outcome = outcome
-
-
-def _event(part: dict[str, Any]) -> str:
-    return f"data: {json.dumps(part, ensure_ascii=False)}\n\n"

@@ -8,8 +8,8 @@ from megatron_lite.inference.beams import Beam
 from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.server.errors import NoAnswer
-from megatron_lite.inference.server.openai_answers import Piece
 from megatron_lite.inference.server.openai_requests import Wanted
+from megatron_lite.inference.server.pieces import Piece
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.worker import Worker
 from megatron_lite.inference.text import Detokenize, TextStream

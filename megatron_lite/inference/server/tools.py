@@ -15,7 +15,7 @@ from megatron_lite.inference.server.calls.stream import CallStream
 from megatron_lite.inference.server.calls.table import FORMS
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
-from megatron_lite.inference.server.openai_answers import Piece
+from megatron_lite.inference.server.pieces import Piece
 
 MOST_TOOLS = 128
 

@@ -50,7 +50,7 @@ class Crowd:
     def wanted(self, body: bytes) -> str:
         """Return the text that a request gets alone."""
         if body not in self.texts:
-            parsed = completion(Fields(body), self.alone, "tiny")
+            parsed = completion(Fields.parse(body), self.alone, "tiny")
             (answer,) = generate(self.alone.model, parsed.requests(self.alone.stop_ids))
             kept = answer.tokens[:-1] if answer.end == "stop" else answer.tokens
             self.texts[body] = self.alone.tokenizer.detokenize(kept)

@@ -85,7 +85,7 @@ def good(opened: Opened, count: int) -> list[Shot]:
         )
         fields |= {"stream": True} if number % 4 == 1 else {}
         body = json.dumps(fields).encode()
-        wanted = completion(Fields(body), opened, "tiny")
+        wanted = completion(Fields.parse(body), opened, "tiny")
         (answer,) = generate(opened.model, wanted.requests(opened.stop_ids))
         kept = answer.tokens[:-1] if answer.end == "stop" else answer.tokens
         shots.append(
@@ -125,7 +125,7 @@ def streams(opened: Opened, count: int) -> list[Shot]:
             shots.append(post(None, route, leaves_after, **long, **asked))
             continue
         body = json.dumps(fields | {"prompt": text}).encode()
-        wanted = completion(Fields(body), opened, "tiny")
+        wanted = completion(Fields.parse(body), opened, "tiny")
         (answer,) = generate(opened.model, wanted.requests(opened.stop_ids))
         kept = answer.tokens[:-1] if answer.end == "stop" else answer.tokens
         shots.append(

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_lite.inference.sampling import Likelihood
-from megatron_lite.inference.server.openai_answers import Choice, Form
+from megatron_lite.inference.server.openai_answers import Form
+from megatron_lite.inference.server.pieces import Choice
 
 TEXTS = {
     1: "a",
@@ -25,7 +26,7 @@ def form(*, chat: bool) -> Form:
 
 def logprobs(likelihood: Likelihood, token: int, *, chat: bool) -> Any:
     choice = Choice("", [(token, likelihood)])
-    return form(chat=chat).whole([choice], 1, 1)["choices"][0]["logprobs"]
+    return form(chat=chat).answer([choice])["choices"][0]["logprobs"]
 
 
 def test_tokens_with_equal_text_stay_separate_and_the_chosen_one_has_its_text() -> None:

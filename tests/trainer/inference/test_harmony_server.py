@@ -11,8 +11,8 @@ import pytest
 from megatron_lite.data.harmony import harmony_marks
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.sampling import Sampling
-from megatron_lite.inference.server.openai_answers import Choice
 from megatron_lite.inference.server.openai_requests import Wanted
+from megatron_lite.inference.server.pieces import Choice
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.streams import pieces
 from megatron_lite.inference.server.tools import Tools

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.inference.server.openai_answers import Choice, Piece
+from megatron_lite.inference.server.pieces import Choice, Piece
 from megatron_lite.inference.server.reasoning import with_reasoning
 from megatron_lite.inference.server.thinking_forms import thinking_forms_of
 from megatron_lite.inference.server.tools import Tools, with_calls

@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
 
 
 def prompt(tokenizer: HuggingFaceTokenizer, **request: Any) -> str:
-    fields = Fields(json.dumps(request).encode())
+    fields = Fields.parse(json.dumps(request).encode())
     messages = read_messages(fields.any("messages"))
     variables = read_variables(fields, tokenizer, ())
     fields.finish()

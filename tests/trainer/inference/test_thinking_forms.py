@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_lite.inference.server.openai_answers import Choice, Piece
+from megatron_lite.inference.server.pieces import Choice, Piece
 from megatron_lite.inference.server.reasoning import Thinking, begun_by, with_reasoning
 from megatron_lite.inference.server.thinking_forms import FORMS, NAMES, thinking_forms_of
 

@@ -30,7 +30,7 @@ def split(tools: Tools, text: str) -> tuple[str, tuple[dict[str, Any], ...]]:
 
 
 def read(**fields: Any) -> Tools | None:
-    return read_tools(Fields(json.dumps(fields).encode()))
+    return read_tools(Fields.parse(json.dumps(fields).encode()))
 
 
 @pytest.mark.parametrize(
