@@ -37,6 +37,7 @@ from megatron_lite.inference.server.local_only import LocalOnly
 from megatron_lite.inference.server.metrics import metrics
 from megatron_lite.inference.server.model_card import model_card
 from megatron_lite.inference.server.openai_requests import Wanted, unknown_model
+from megatron_lite.inference.server.openai_responses.request import read_response
 from megatron_lite.inference.server.openai_routes import read_chat, read_completion
 from megatron_lite.inference.server.page import POLICY, page
 from megatron_lite.inference.server.pieces import Pieces
@@ -97,6 +98,7 @@ class Server:
         routes = [
             Route("/v1/completions", guarded(answers(read_completion)), methods=["POST"]),
             Route("/v1/chat/completions", guarded(answers(read_chat)), methods=["POST"]),
+            Route("/v1/responses", guarded(answers(read_response)), methods=["POST"]),
             Route(MODELS, guarded(self.models)),
             Route(f"{MODELS}/{{name:path}}", guarded(self.one_model)),
             Route("/api", guarded(self.megatron), methods=["PUT", "POST"]),

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.server.errors import Refused, refused_json
+from megatron_lite.inference.server.log_probs import in_chat, in_completion
 from megatron_lite.inference.server.pieces import Choice, Piece, Pieces
 from megatron_lite.inference.text import Detokenize
 
@@ -119,61 +120,12 @@ class Form:
         end: str | None,
         offset: int,
     ) -> dict[str, Any]:
-        found = None
-        if self.log_probs:
-            found = self._of_chat(tokens) if self.chat else self._of_completion(tokens, offset)
+        found: dict[str, Any] | None = None
+        if self.log_probs and self.chat:
+            found = {"content": in_chat(tokens, self.detokenize), "refusal": None}
+        elif self.log_probs:
+            found = in_completion(tokens, self.detokenize, offset)
         return {"index": number, **fields, "logprobs": found, "finish_reason": end}
-
-    def _of_completion(
-        self, tokens: Sequence[tuple[int, Likelihood | None]], offset: int
-    ) -> dict[str, Any]:
-        words, offsets = [self.detokenize([token]) for token, _ in tokens], []
-        for word in words:
-            offsets.append(offset)
-            offset += len(word)
-        top: list[dict[str, float] | None] = []
-        for token, known in tokens:
-            if known is None:
-                top.append(None)
-                continue
-            names = self._names(token, known)
-            values_by_token = dict(known.top) | {token: known.log_prob}
-            top.append({names[each]: value for each, value in values_by_token.items()})
-        values = [None if known is None else known.log_prob for _, known in tokens]
-        return {
-            "tokens": words,
-            "token_logprobs": values,
-            "top_logprobs": top,
-            "text_offset": offsets,
-        }
-
-    def _of_chat(self, tokens: Sequence[tuple[int, Likelihood | None]]) -> dict[str, Any]:
-        content = []
-        for token, known in tokens:
-            if known is None:
-                continue
-            names = self._names(token, known)
-            top = [self._token(each, names[each], value) for each, value in known.top]
-            content.append(self._token(token, names[token], known.log_prob) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _names(self, chosen: int, known: Likelihood) -> dict[int, str]:
-        """Return unique names of the chosen token and the likeliest ones.
-
-        A name is the token's text, or `token_id:5` if another token has the same text.
-        """
-        names: dict[int, str] = {}
-        for token in (chosen, *(each for each, _ in known.top)):
-            text = self.detokenize([token])
-            if token not in names:
-                names[token] = f"token_id:{token}" if text in names.values() else text
-        return names
-
-    def _token(self, token: int, name: str, value: float) -> dict[str, Any]:
-        text = self.detokenize([token])
-        # A part of a character has no text. Its bytes are not those of the replacement character.
-        known_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": name, "logprob": value, "bytes": known_bytes}
 
 
 def _message(choice: Choice) -> dict[str, Any]:

@@ -58,6 +58,18 @@ def answered(
     tokenizer: HuggingFaceTokenizer, texts: Sequence[str], fields: Mapping[str, Any], **options: Any
 ) -> list[dict[str, Any]]:
     """The JSON objects of the answer to a chat whose choices have these texts. options: those of the server."""
+    body = {"messages": [{"role": "user", "content": "Rain?"}], **fields}
+    return answered_at("/v1/chat/completions", tokenizer, texts, body, **options)
+
+
+def answered_at(
+    route: str,
+    tokenizer: HuggingFaceTokenizer,
+    texts: Sequence[str],
+    body: Mapping[str, Any],
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """The JSON objects of a route's answer whose choices have these texts."""
     from megatron_lite.inference.server.app import Limits, Server
 
     worker: Any = ForcedWorker(tokenizer, texts)
@@ -66,12 +78,11 @@ def answered(
         model=SimpleNamespace(length=4096), config=SimpleNamespace(vocab=tokenizer.vocab_size),
     )  # fmt: skip
     app = Server(opened, worker, "tiny", Limits(1 << 20, 60.0), **options).app()
-    body = {"messages": [{"role": "user", "content": "Rain?"}], **fields}
     scope = {
         "type": "http",
         "method": "POST",
-        "path": "/v1/chat/completions",
-        "raw_path": b"/v1/chat/completions",
+        "path": route,
+        "raw_path": route.encode(),
         "query_string": b"",
         "headers": [(b"host", b"localhost")],
     }

@@ -1,0 +1,64 @@
+"""Log-probabilities of an answer's tokens, in OpenAI's two formats."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_lite.inference.sampling import Likelihood
+from megatron_lite.inference.text import Detokenize
+
+Token = tuple[int, Likelihood | None]
+
+
+def in_completion(tokens: Sequence[Token], detokenize: Detokenize, offset: int) -> dict[str, Any]:
+    """Return the `logprobs` of a completion. offset: number of characters before these tokens."""
+    words, offsets = [detokenize([token]) for token, _ in tokens], []
+    for word in words:
+        offsets.append(offset)
+        offset += len(word)
+    top: list[dict[str, float] | None] = []
+    for token, known in tokens:
+        if known is None:
+            top.append(None)
+            continue
+        names = _names(token, known, detokenize)
+        values_by_token = dict(known.top) | {token: known.log_prob}
+        top.append({names[each]: value for each, value in values_by_token.items()})
+    values = [None if known is None else known.log_prob for _, known in tokens]
+    return {
+        "tokens": words,
+        "token_logprobs": values,
+        "top_logprobs": top,
+        "text_offset": offsets,
+    }
+
+
+def in_chat(tokens: Sequence[Token], detokenize: Detokenize) -> list[dict[str, Any]]:
+    """Return the log-probabilities of a chat, an object for each token that has one."""
+    content = []
+    for token, known in tokens:
+        if known is None:
+            continue
+        names = _names(token, known, detokenize)
+        top = [_token(names[each], value, detokenize([each])) for each, value in known.top]
+        chosen = _token(names[token], known.log_prob, detokenize([token]))
+        content.append(chosen | {"top_logprobs": top})
+    return content
+
+
+def _names(chosen: int, known: Likelihood, detokenize: Detokenize) -> dict[int, str]:
+    """Return unique names of the chosen token and the likeliest ones.
+
+    A name is the token's text, or `token_id:5` if another token has the same text.
+    """
+    names: dict[int, str] = {}
+    for token in (chosen, *(each for each, _ in known.top)):
+        text = detokenize([token])
+        if token not in names:
+            names[token] = f"token_id:{token}" if text in names.values() else text
+    return names
+
+
+def _token(name: str, value: float, text: str) -> dict[str, Any]:
+    # A part of a character has no text. Its bytes are not those of the replacement character.
+    known_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+    return {"token": name, "logprob": value, "bytes": known_bytes}
