@@ -33,8 +33,8 @@ class Answer(Protocol):
     """The complete calls of tools."""
 
     @property
-    def stopped(self) -> bool:
-        """True after a stop word. No text follows."""
+    def stop_word(self) -> str:
+        """The stop word that ended the answer, behind which no text follows; "" without one."""
         ...
 
     def add(self, token: int) -> Said:
@@ -54,8 +54,8 @@ class PlainAnswer:
         self.calls: list[Call] = []
 
     @property
-    def stopped(self) -> bool:
-        return self._text.stopped
+    def stop_word(self) -> str:
+        return self._text.stop_word
 
     def add(self, token: int) -> Said:
         return Said(self._text.add(token))

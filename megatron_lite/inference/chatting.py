@@ -115,7 +115,7 @@ def _answer(
             said = Said() if step.end == "stop" else answer.add(step.token)
             thinks = show(said, thinks=thinks)
             text += said.text
-            if answer.stopped or interrupted.is_set():
+            if answer.stop_word or interrupted.is_set():
                 batch.cancel(number)
     rest = answer.finish(complete=True)
     show(rest, thinks=thinks)

@@ -111,14 +111,14 @@ class HarmonyStream:
         self._named, self._begun, self._content = False, set(), self._stream()
 
     @property
-    def stopped(self) -> bool:
-        """True after a stop word. No text follows."""
-        return self._content.stopped
+    def stop_word(self) -> str:
+        """The stop word that ended the answer; "" without one."""
+        return self._content.stop_word
 
     def add(self, token: int) -> Said:
         """Add a token that does not end the answer, and return what has become final."""
         marks = self._marks
-        if self.stopped:
+        if self.stop_word:
             return Said()
         if token in (marks.start, marks.end, *marks.stops):
             said = self._end(complete=True)

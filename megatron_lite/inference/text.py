@@ -42,8 +42,13 @@ class TextStream:
         The text of ids below _read is returned already.
         """
         self._held = ""
-        self.stopped = False
+        self.stop_word = ""
+        """The stop word that ended the text; "" without one."""
+
+    @property
+    def stopped(self) -> bool:
         """True after a stop word. No text follows."""
+        return bool(self.stop_word)
 
     def add(self, token: int) -> str:
         """Add a token and return the text that has become final."""
@@ -67,12 +72,11 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held + text
-        found = [text.find(word) for word in self._stop]
-        places = [place for place in found if place >= 0]
+        places = {word: place for word in self._stop if (place := text.find(word)) >= 0}
         if places:
-            self.stopped = True
+            self.stop_word = min(places, key=lambda word: places[word])
             self._held = ""
-            return text[: min(places)]
+            return text[: places[self.stop_word]]
         kept = 0
         if not finish:
             kept = max((overlap(text, word) for word in self._stop), default=0)

@@ -69,6 +69,8 @@ class AnswerParts:
     parts: list[Part] = field(default_factory=list)
     end: str | None = None
     """The reason for the answer's end, as in a chat."""
+    stop_word: str = ""
+    """The request's word that ended the answer, if one did."""
     token_count: int = 0
     thinking_count: int = 0
     """Number of the tokens that are thinking."""
@@ -90,7 +92,7 @@ class AnswerParts:
         for call in piece.calls:
             yield from self._call(call)
         if piece.end is not None:
-            self.end = piece.end
+            self.end, self.stop_word = piece.end, piece.stop_word
             yield from self._finish()
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -21,6 +21,8 @@ from starlette.types import ASGIApp
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server import megatron_api
 from megatron_lite.inference.server.answering import Answering
+from megatron_lite.inference.server.anthropic_messages.errors import error_json
+from megatron_lite.inference.server.anthropic_messages.request import count_tokens, read_message
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE
 from megatron_lite.inference.server.errors import (
     Broken,
@@ -30,6 +32,7 @@ from megatron_lite.inference.server.errors import (
     TooLarge,
     TooSlow,
     WrongKey,
+    refused_json,
 )
 from megatron_lite.inference.server.event_stream import AnswerForm, Events, EventStream
 from megatron_lite.inference.server.fields import Fields
@@ -44,6 +47,7 @@ from megatron_lite.inference.server.pieces import Pieces
 from megatron_lite.inference.server.responses import (
     AsciiJSONResponse,
     Deadline,
+    Described,
     Unread,
     refusal,
     unless_gone,
@@ -56,6 +60,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 Read = Callable[[Fields, Opened, str], tuple[Wanted, AnswerForm]]
 """Reads a request: (fields, model, name of the model) -> (request, form of its answer). Raises Refused."""
 MODELS = "/v1/models"
+ANTHROPIC_KEY = "x-api-key"
+"""The header in which Anthropic's clients send their key."""
 _DISCARDED = 16
 """If a body is refused before it is read, at most this many times the largest body is discarded."""
 
@@ -95,10 +101,13 @@ class Server:
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
         guarded, answers = self._guarded, self._answers
+        messages = partial(guarded, described=error_json)
         routes = [
             Route("/v1/completions", guarded(answers(read_completion)), methods=["POST"]),
             Route("/v1/chat/completions", guarded(answers(read_chat)), methods=["POST"]),
             Route("/v1/responses", guarded(answers(read_response)), methods=["POST"]),
+            Route("/v1/messages", messages(answers(read_message)), methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages(self.count_tokens), methods=["POST"]),
             Route(MODELS, guarded(self.models)),
             Route(f"{MODELS}/{{name:path}}", guarded(self.one_model)),
             Route("/api", guarded(self.megatron), methods=["PUT", "POST"]),
@@ -114,7 +123,7 @@ class Server:
             return app
         return LocalOnly(app, self.local_name, self._other_site)
 
-    def _guarded(self, handler: Handler) -> Handler:
+    def _guarded(self, handler: Handler, described: Described = refused_json) -> Handler:
         """Wrap a handler: check the key, turn a refusal into an answer, and count answers."""
 
         async def guarded(request: Request) -> Response:
@@ -122,11 +131,11 @@ class Server:
                 self._check_key(request)
                 response = await handler(request)
             except (TooLarge, WrongKey) as refused:
-                response = self._unread(refusal(refused))
+                response = self._unread(refusal(refused, described))
             except Refused as refused:
-                response = refusal(refused)
+                response = refusal(refused, described)
             except asyncio.CancelledError:  # after SIGTERM, the time for open answers has ended
-                response = refusal(ShuttingDown())
+                response = refusal(ShuttingDown(), described)
             if not isinstance(response, Events):  # Events counts itself at its end
                 self.answered[_route(request), response.status_code] += 1
             return response
@@ -162,7 +171,8 @@ class Server:
     def _check_key(self, request: Request) -> None:
         if self.key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        authorization = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = authorization or request.headers.get(ANTHROPIC_KEY, "")
         if not hmac.compare_digest(given.encode(), self.key.encode()):
             raise WrongKey(
                 "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key"
@@ -217,6 +227,14 @@ class Server:
             return Events(first, events, form, ended)
 
         return answer
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer /v1/messages/count_tokens."""
+
+        def count(fields: Fields, opened: Opened) -> dict[str, int]:
+            return count_tokens(fields, opened, self.name)
+
+        return JSONResponse(await self._read(request, count))
 
     async def megatron(self, request: Request) -> Response:
         """Answer Megatron's /api."""

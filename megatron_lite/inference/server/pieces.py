@@ -26,6 +26,8 @@ class Piece:
     """Number of the tokens that drafts guessed."""
     rejected: int = 0
     """Number of wrong drafts."""
+    stop_word: str = ""
+    """The request's word that ended the choice, if one did."""
     echoed: bool = False
     """True for the prompt, which a client asked to repeat."""
 

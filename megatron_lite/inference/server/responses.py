@@ -33,9 +33,11 @@ class AsciiJSONResponse(JSONResponse):
         return json.dumps(content).encode()
 
 
-def refusal(
-    refused: Refused, described: Callable[[Refused], dict[str, Any]] = refused_json
-) -> AsciiJSONResponse:
+Described = Callable[[Refused], dict[str, Any]]
+"""Describes a refusal in the format of a route."""
+
+
+def refusal(refused: Refused, described: Described = refused_json) -> AsciiJSONResponse:
     """Return a refusal, described in the route's format."""
     headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
     return AsciiJSONResponse(described(refused), refused.status, headers)

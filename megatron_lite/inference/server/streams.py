@@ -50,8 +50,8 @@ async def pieces(
             is_stop = step.token in stop_ids
             said = Said() if is_stop else answer.add(step.token)
             tokens = () if is_stop else ((step.token, step.likelihood),)
-            reason = "stop" if answer.stopped else step.end
-            if answer.stopped:
+            reason = "stop" if answer.stop_word else step.end
+            if answer.stop_word:
                 worker.cancel_one(ticket, which)
             calls: tuple[dict[str, Any], ...] = ()
             if reason is not None:
@@ -62,8 +62,9 @@ async def pieces(
                 del answers[which]
             accepted = int(step.drafted and not is_stop)
             yield Piece(
-                which, said.text, tokens, reason, calls, said.thinking, accepted, step.rejected
-            )
+                which, said.text, tokens, reason, calls, said.thinking, accepted, step.rejected,
+                stop_word=answer.stop_word,
+            )  # fmt: skip
     finally:
         worker.cancel(ticket)
 

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.inference.prompts import template_for_tools
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 
 FIELD = "chat_template_kwargs"
+_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which templates switch thinking on and off."""
 
 
 def read_variables(fields: Fields, tokenizer: Tokenizer, tools: Sequence[Any]) -> dict[str, Any]:
@@ -28,6 +31,16 @@ def read_variables(fields: Fields, tokenizer: Tokenizer, tools: Sequence[Any]) -
     return variables
 
 
+def switch_of_thinking(tokenizer: Tokenizer) -> str | None:
+    """Return the variable of the chat template that switches thinking on and off; None if it has none."""
+    template = template_for_tools(tokenizer)
+    return next((name for name in _SWITCHES if _reads(template, name)), None)
+
+
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
 def _check(variables: dict[str, Any], tokenizer: Any, tools: Sequence[Any]) -> None:
     # A parameter of this function, such as chat_template, would replace what the server passes.
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
@@ -35,5 +48,5 @@ def _check(variables: dict[str, Any], tokenizer: Any, tools: Sequence[Any]) -> N
     for name in variables:
         if name in taken:
             raise Refused(f"{FIELD} can't set {name!r:.60}", FIELD)
-        if not re.search(rf"\b{re.escape(name)}\b", template):
+        if not _reads(template, name):
             raise Refused(f"the model's chat template doesn't read {name!r:.60}", name)

@@ -1,0 +1,83 @@
+"""Requests of /v1/messages, as requests of a chat. Every field is supported or refused."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.server.anthropic_messages.answer import MessageForm
+from megatron_lite.inference.server.anthropic_messages.conversation import read_conversation
+from megatron_lite.inference.server.anthropic_messages.fields import (
+    read_output_config,
+    read_thinking,
+    read_tool_choice,
+    read_tools,
+)
+from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.server.openai_requests import Wanted, chat
+from megatron_lite.inference.server.template_variables import FIELD, switch_of_thinking
+
+_SHARED = (
+    "model", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "stream",
+)  # fmt: skip
+"""Fields that mean the same in a chat. Some of them are not Anthropic's."""
+_NAMES = {
+    "prompt": "messages",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+    "stop": "stop_sequences",
+}
+"""Fields of a chat -> fields of a message."""
+
+
+def read_message(fields: Fields, opened: Opened, name: str) -> tuple[Wanted, MessageForm]:
+    """Read a request. Raises Refused.
+
+    An answer has as many tokens as fit, and at most `max_tokens`: clients have to send it, and don't know the model's length.
+    """
+    most_tokens = fields.integer("max_tokens", None, 1, sys.maxsize)
+    if most_tokens is None:
+        raise Refused("max_tokens is missing", "max_tokens")
+    wanted = _wanted(fields, opened, name)
+    wanted = replace(wanted, max_tokens=min(most_tokens, wanted.max_tokens))
+    return wanted, MessageForm(wanted.model, wanted.prompt_tokens)
+
+
+def count_tokens(fields: Fields, opened: Opened, name: str) -> dict[str, int]:
+    """Answer a request of /v1/messages/count_tokens. Raises Refused."""
+    fields.any("max_tokens")
+    return {"input_tokens": _wanted(fields, opened, name).prompt_tokens}
+
+
+def _wanted(fields: Fields, opened: Opened, name: str) -> Wanted:
+    choice = read_tool_choice(fields.any("tool_choice"))
+    output = read_output_config(fields.any("output_config"))
+    asked = {name: fields.any(name) for name in _SHARED} | {
+        "messages": read_conversation(fields.any("messages"), fields.any("system")),
+        "stop": fields.any("stop_sequences"),
+        "tools": read_tools(fields.any("tools")),
+        "tool_choice": choice.choice,
+        "parallel_tool_calls": choice.parallel,
+        "response_format": output.form,
+        "reasoning_effort": output.effort,
+        FIELD: _variables(fields, opened),
+    }
+    fields.any("cache_control")  # without effect: rows that begin alike are always kept
+    fields.finish()
+    try:
+        return chat(Fields(asked), opened, name)
+    except Refused as refused:
+        if refused.field is not None:
+            refused.field = _NAMES.get(refused.field, refused.field)
+        raise
+
+
+def _variables(fields: Fields, opened: Opened) -> Any:
+    """Return the variables of the template, with the one that switches thinking on or off, if it has one."""
+    variables, thinks = fields.any(FIELD) or {}, read_thinking(fields.any("thinking"))
+    switch = switch_of_thinking(opened.tokenizer)
+    if thinks is None or switch is None or not isinstance(variables, dict):
+        return variables  # the chat refuses what is no object
+    return {switch: thinks, **variables}
