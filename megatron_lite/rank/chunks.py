@@ -10,7 +10,8 @@ from torch import nn
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megatron_lite.models.build_plan import ExpertRanks, Plan, make_plan
-from megatron_lite.models.lora.attached import attach, check_targets
+from megatron_lite.models.lora.attached import attach
+from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.network_by_family import network
 from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel.grid import Grid

@@ -14,27 +14,18 @@ tokens, or under sequence parallelism the rank's own.
 """
 
 from collections.abc import Sequence
-from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from megatron_lite.models import rng
+from megatron_lite.models.lora.parameters import Sharding
 from megatron_lite.models.lora.shares import Share
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.settings.options import LoRA
-
-
-class Sharding(Enum):
-    """Sharding of a matrix. The values are the kinds of its adapter's A and B."""
-
-    COLUMNS = Kind.OF_TOKENS, Kind.SHARDED
-    ROWS = Kind.SHARDED, Kind.OF_TOKENS
-    EXPERTS = Kind.EXPERT, Kind.EXPERT
-    NOT_AT_ALL = Kind.OF_TOKENS, Kind.OF_TOKENS
 
 
 class Pair(nn.Module):
@@ -46,6 +37,20 @@ class Pair(nn.Module):
         self.kinds = {"lora_a": kind_a, "lora_b": kind_b}
         self.lora_a = nn.Parameter(torch.empty(rank, share.width))
         self.lora_b = nn.Parameter(torch.empty(share.out, rank))
+
+
+class _Placed(torch.autograd.Function):
+    """Columns at their places among `out` columns; the other columns are 0. index_copy would keep its input for autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, out: int) -> Tensor:
+        ctx.save_for_backward(index)
+        return x.new_zeros(*x.shape[:-1], out).index_copy(-1, index, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        return grad.index_select(-1, index), None, None
 
 
 class Adapter(nn.Module):
@@ -120,7 +125,8 @@ class Adapter(nn.Module):
         if self._is_in_order:
             return made
         assert self._index is not None, "the layer's hook calls prepare"
-        return made.new_zeros(*made.shape[:-1], self.out).index_copy(-1, self._index, made)
+        placed: Tensor = _Placed.apply(made, self._index, self.out)  # type: ignore[no-untyped-call]
+        return placed
 
     def _dropped(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.options.dropout:

@@ -75,7 +75,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class _Whole:
+class Whole:
     """The place of a canonical matrix in a module."""
 
     module: Module
@@ -83,10 +83,10 @@ class _Whole:
     """(first row, last row + 1, the output of the module for the first row)."""
 
 
-def modules_of(config: ModelConfig) -> Mapping[str, _Whole]:
+def modules_of(config: ModelConfig) -> Mapping[str, Whole]:
     """Return the module of each canonical matrix in the decoder's layers."""
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    found: dict[str, _Whole] = {}
+    found: dict[str, Whole] = {}
     for native in native_tensors(
         family(config.family).rows, config, HF_STACKED, Layout(), 0, whole, config.vocab
     ):
@@ -95,7 +95,7 @@ def modules_of(config: ModelConfig) -> Mapping[str, _Whole]:
     return found
 
 
-def _wholes(native: NativeTensor) -> Iterator[tuple[str, _Whole]]:
+def _wholes(native: NativeTensor) -> Iterator[tuple[str, Whole]]:
     stacked = len(native.shape) == 3
     rows, columns = native.shape[-2:]
     if stacked and rows == 1:
@@ -113,10 +113,10 @@ def _wholes(native: NativeTensor) -> Iterator[tuple[str, _Whole]]:
         runs = []
         for region, output in zip(regions, first, strict=True):
             runs.append((region.box.row0, region.box.row1, output))
-        yield name, _Whole(module, tuple(runs))
+        yield name, Whole(module, tuple(runs))
 
 
-def shares_of(native: NativeTensor, modules: Mapping[str, _Whole]) -> tuple[Share, ...]:
+def shares_of(native: NativeTensor, modules: Mapping[str, Whole]) -> tuple[Share, ...]:
     """Return the parts of modules in a rank's matrix.
 
     Raises NotExpressible if its rows are not rows of transformers' modules.
