@@ -13,6 +13,9 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
                 three h more for BERT's transform
     inputs      of layers, each w wide: 2 h + 3 w in a layer; w for each layer that follows a stage's first one, twice in the first stage
 
+If only adapters are trained, the input of a frozen matrix is kept only where it has an adapter, or where tensor ranks
+share the matrix. An adapter keeps r numbers.
+
 Offloaded layers keep nothing; AT_ONCE of them are on their way between the GPU and main memory.
 
 Selective recomputation leaves out the normed and activated elements. Full recomputation keeps one h for each group of
@@ -68,6 +71,9 @@ def _kept_by(run: Run, chunk: Chunk) -> int:
         staying = range(max(part.layers.start, run.offloaded), part.layers.stop)
         for group, only_input in _groups(run, staying):
             found += width * part.tokens if only_input else _of_layers(run, part, group)
+    if chunk.is_first and run.frozen and run.recompute.granularity != "full":
+        # The first layer's input has no gradient, so its norm keeps nothing.
+        found -= run.width * run.tokens
     if chunk.is_last:
         found += head_elements(run)
     return round(found * run.itemsize)
@@ -92,7 +98,7 @@ def head_elements(run: Run) -> float:
     """Return the elements that a microbatch leaves in the head and the layers of further tokens."""
     config, width = run.config, run.width
     # The gradient of the head's matrix.
-    matrix = run.logit_columns * config.hidden
+    matrix = 0.0 if run.head_is_frozen else run.logit_columns * config.hidden
     of_head = 2 * width * run.tokens + matrix
     found = of_head + (3 * width * run.tokens if config.has("transform") else 0.0)
     if config.mtp_layers:
@@ -151,12 +157,13 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
     selective = run.recompute.granularity == "selective"
     keeps_normed = config.norm.place != "after" and not selective
     normed = run.width if keeps_normed else 0.0
-    found = 0.0
+    found = _adapter_elements(run, kind)
     mixer = mixer_cost(config, kind)
     if mixer is not None:
         # If several matrices use a norm's output, it is kept.
         into = run.width if mixer.needs_norm else normed
-        found = run.width + into + mixer.elements(config, kind) / tp
+        into *= _keeps_input(run, kind, "mixer")
+        found += run.width + into + mixer.elements(config, kind) / tp
         if run.cp > 1 and run.context in ("a2a", "a2a+p2p"):
             # v and attention's output are kept before and after their exchange.
             found += (
@@ -172,7 +179,8 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
         # Functions other than SwiGLU also keep the activated gates.
         is_simple = gates == 1 or config.mlp.is_plain_swiglu
         activated = shared_limited or (0 if is_simple else 1)
-        made = 0 if selective else 1
+        made = 0 if selective else _keeps_input(run, kind, "fc2")
+        normed *= _keeps_input(run, kind, "fc1")
         found += run.width + normed + config.mlp.ffn * (gates + activated + made) / tp
     elif kind.mlp == "experts":
         experts = config.experts
@@ -186,3 +194,25 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
         # The hidden states, the gate before and after its activation, the product, and what the norm reads.
         found += 2 * run.width + 3 * _own_share(run, config.layer_inputs.width)
     return found + (2 * run.width if config.norm.place in ("both", "after") else 0)
+
+
+def _keeps_input(run: Run, kind: LayerKind, place: str) -> bool:
+    """Return whether the input of a matrix is kept: for the weight's gradient, or for that of an adapter's A.
+
+    Tensor ranks keep it in any case. place: one of INPUTS.
+    """
+    found = run.adapters_of(kind)
+    # An adapter with dropout keeps the dropped input instead.
+    of_adapter = place in found.inputs and not found.dropped
+    return not run.frozen or run.layout.tp > 1 or of_adapter
+
+
+def _adapter_elements(run: Run, kind: LayerKind) -> float:
+    """Return the elements that a token leaves in the adapters of a layer: the numbers between A and B, and dropped inputs."""
+    found = run.adapters_of(kind)
+    own = run.layout.tp if run.sequence else 1
+    dense = found.columns + (found.rows + found.whole) / own
+    # A dropped input is kept with its mask.
+    of_row = found.of_expert + 2 * found.dropped_of_expert
+    routed = of_row * run.routed_rows / run.tokens if of_row else 0.0
+    return dense + routed + 2 * found.dropped + found.copied / run.tokens

@@ -130,7 +130,18 @@ class Estimator:
                 costs[contents] = self._cost_of(run, contents, costs, parameters)
         chunks = tuple(costs[contents] for contents in shape.contents)
         together = Cost(*(sum(values) for values in zip(*chunks, strict=True)))
-        return Stage(shape.rank, shape.ranks, chunks, together, self._share(run, shape))
+        share = self._share(run, shape)
+        trained = self._adapters_of(run, shape) if self.machine.frozen else share
+        return Stage(shape.rank, shape.ranks, chunks, together, share, trained)
+
+    def _adapters_of(self, run: Run, shape: _Shape) -> RankShare:
+        """Return the parameters of a rank's adapters."""
+        found = []
+        for _, _, counts in shape.contents:
+            for kind, count in zip(self._kinds, counts, strict=True):
+                each = run.adapters_of(kind)
+                found.append(RankShare(count * each.dense, count * each.experts))
+        return shares_together(found)
 
     def _share(self, run: Run, shape: _Shape) -> RankShare:
         layout = run.layout
@@ -223,6 +234,7 @@ def _key(run: Run) -> Hashable:
     return (
         layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
         run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity, run.offloaded,
+        run.frozen, run.adapters,
     )  # fmt: skip
 
 

@@ -98,6 +98,7 @@ def layer_cost(run: Run, kind: LayerKind, share: RankShare, machine: Machine) ->
     traffic = of_layer(run, kind, run.tokens, 2 if again else 1)
     forwards = 2 if again else 1
     products = _product_seconds(run, share, machine) * (machine.passes + again)
+    products += _adapter_seconds(run, kind, machine) * (3 + again)
     of_attention = attention * forwards + backward
     return Cost(
         products=products,
@@ -120,6 +121,13 @@ def forward_seconds(run: Run, kind: LayerKind, share: RankShare, machine: Machin
     return products + attention + elementwise + exchanged
 
 
+def head_forward_seconds(run: Run, machine: Machine) -> float:
+    """Return the seconds of the head in a pass without gradients."""
+    operations = 2 * run.tokens * run.config.hidden * run.logit_columns
+    logits = run.tokens * run.logit_columns * LOGIT_BYTES
+    return operations / machine.plain_products + 3 * logits / machine.memory
+
+
 def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: Machine) -> Cost:
     """Return the cost of the head, and of layers that predict further tokens.
 
@@ -140,10 +148,13 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
         else there_and_back(run, run.tokens * heads, config.hidden)
     )
     mtp = config.mtp_layers
+    passes = machine.passes + run.head_again
+    # Half of the elementwise work belongs to the forward pass.
+    moves = 6 + 3 * run.head_again
     return Cost(
-        products=operations * machine.passes / machine.plain_products + mtp * further.products,
+        products=operations * passes / machine.plain_products + mtp * further.products,
         attention=mtp * further.attention,
-        elementwise=6 * logits * heads / machine.memory + mtp * further.elementwise,
+        elementwise=moves * logits * heads / machine.memory + mtp * further.elementwise,
         exchange=_exchange_seconds(run, traffic, machine.gpu) + mtp * further.exchange,
         kept=head_elements(run) * run.itemsize,
     )
@@ -163,6 +174,16 @@ def _product_seconds(run: Run, share: RankShare, machine: Machine) -> float:
     computing = operations / machine.products * (rows + HALF_TILE) / rows
     reading = share.experts * run.itemsize / machine.memory
     return dense + max(computing, reading)
+
+
+def _adapter_seconds(run: Run, kind: LayerKind, machine: Machine) -> float:
+    """Return the seconds of one product of a microbatch's tokens with each matrix of a layer's adapters."""
+    found = run.adapters_of(kind)
+    operations = 2.0 * run.tokens * found.dense
+    if found.experts:
+        here = run.config.experts.count / run.layout.ep
+        operations += 2.0 * run.routed_rows * found.experts / here
+    return operations / machine.plain_products
 
 
 def _attention_seconds(

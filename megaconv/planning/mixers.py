@@ -21,10 +21,17 @@ class MixerCost:
     """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
     input_width: Callable[[ModelConfig], int]
     """The width of all inputs of column-sharded matrices, which tensor ranks gather or sum."""
+    direct_width: Callable[[ModelConfig], int] | None = None
+    """The part of input_width that is the layer's own input, and not what another matrix makes of it. None: all of it."""
     output_width: Callable[[ModelConfig], int] = lambda config: config.hidden
     """The width of all outputs of row-sharded matrices, which tensor ranks sum."""
     shared_width: Callable[[ModelConfig], int] = lambda _: 0
     """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
+
+    @property
+    def own_input_width(self) -> Callable[[ModelConfig], int]:
+        """direct_width, or input_width if all of it is the layer's own input."""
+        return self.direct_width or self.input_width
 
 
 def in_layer(config: ModelConfig, kind: LayerKind) -> ModelConfig:
@@ -95,12 +102,18 @@ def _latent_input_width(config: ModelConfig) -> int:
     return (config.latent.q_rank or config.hidden) + config.latent.kv_rank
 
 
+def _latent_direct_width(config: ModelConfig) -> int:
+    """Return the width of the input of the queries' matrix, if there is a single one."""
+    return 0 if config.latent.q_rank else config.hidden
+
+
 LATENT = MixerCost(
     needs_norm=True,
     attends=True,
     elements=_latent_elements,
     operations=_of_scores,
     input_width=_latent_input_width,
+    direct_width=_latent_direct_width,
     shared_width=lambda config: config.latent.rope_dim,
 )
 
@@ -120,6 +133,7 @@ SPARSE = MixerCost(
     elements=_latent_elements,
     operations=_sparse_operations,
     input_width=_latent_input_width,
+    direct_width=_latent_direct_width,
     shared_width=lambda config: config.latent.rope_dim,
 )
 
@@ -153,6 +167,7 @@ KIMI_DELTA = MixerCost(
     elements=_kimi_delta_elements,
     operations=_delta_net_operations,
     input_width=lambda config: config.hidden + 2 * config.linear.value_dim,
+    direct_width=_hidden,
 )
 """Kimi delta attention. It keeps the decay's logarithm, which is float32, and what it is computed from."""
 
@@ -234,6 +249,7 @@ COMPRESSED = MixerCost(
     elements=_compressed_elements,
     operations=_compressed_operations,
     input_width=lambda config: config.compressed.q_rank,
+    direct_width=lambda _: 0,
     shared_width=lambda config: config.attention.head_dim,
 )
 

@@ -8,7 +8,9 @@ from typing import NamedTuple
 from formats.tensor import ITEMSIZE
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk, Layout, padded_vocab
+from megaconv.model.subjects import LayerKind
 from megaconv.model.table import encoder_layers
+from megaconv.planning.adapters import NO_ADAPTERS, LayerAdapters
 from megaconv.planning.capacity import capacity_of
 
 
@@ -81,6 +83,25 @@ class Run:
     overlaps_gather: bool = True
     """True if parameters are gathered during the passes (--overlap-param-gather)."""
     vocab_divisor: int = 128
+    frozen: bool = False
+    """True if the model's weights have no gradients, because only adapters are trained."""
+    adapters: tuple[tuple[LayerKind, LayerAdapters], ...] = ()
+    """The adapters of a layer of each kind; kinds without adapters may be missing."""
+
+    head_again: bool = False
+    """True if each pass computes the head once more before, without gradients, as losses of pairs do."""
+
+    losses: int = 0
+    """Losses and figures whose sums ranks exchange in a step; 0: those of the model's own head."""
+
+    def adapters_of(self, kind: LayerKind) -> LayerAdapters:
+        """Return the adapters of a layer of this kind."""
+        return dict(self.adapters).get(kind, NO_ADAPTERS)
+
+    @property
+    def head_is_frozen(self) -> bool:
+        """True if the head has no gradient. A head of scores is trained whole beside adapters, as by peft."""
+        return self.frozen and not self.config.has("scores")
 
     @property
     def itemsize(self) -> int:

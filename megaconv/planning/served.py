@@ -132,6 +132,10 @@ class Server:
         idle = max(0.0, passes * longest - once.total)
         return together((once, TokenTime(bubble=idle)))
 
+    def pass_time(self, serving: Serving) -> TokenTime:
+        """Return the time of one pass through all stages, in which `serving.passing` sequences get one token."""
+        return together(self._stage_time(serving, chunk) for chunk in serving.layout.chunks())
+
     def _stage_time(self, serving: Serving, chunk: Chunk) -> TokenTime:
         parameters, config = self._of(serving), self.config
         times = {

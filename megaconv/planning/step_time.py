@@ -38,6 +38,11 @@ class StepTime:
         """Seconds of the step."""
         return self.compute + self.memory + self.communication + self.bubble
 
+    def times(self, count: int) -> "StepTime":
+        """Return the time of so many such steps."""
+        each = {name: count * getattr(self, name) for name in (*TERMS, "copies")}
+        return StepTime(**each)
+
     def terms(self) -> dict[str, float]:
         """Return the terms by name."""
         return {term: float(getattr(self, term)) for term in TERMS}
@@ -54,12 +59,14 @@ class Stage(NamedTuple):
     microbatch: Cost
     """The sum over the chunks."""
     share: RankShare
+    trained: RankShare
+    """The parameters that have gradients."""
 
 
 def step_time(run: Run, stages: Sequence[Stage], machine: Machine) -> StepTime:
     """Return the time of a step."""
     busiest = max(stages, key=lambda stage: stage.microbatch.seconds)
-    busy, share, number = busiest.microbatch, busiest.share, run.microbatches
+    busy, trained, number = busiest.microbatch, busiest.trained, run.microbatches
     messages = 2 * message_seconds(run, machine.gpu) if run.layout.pp > 1 else 0.0
     # Megatron and megatron_lite hide messages behind other chunks' passes if there are virtual stages.
     exposed = messages if run.layout.vpp == 1 else 0.0
@@ -67,11 +74,11 @@ def step_time(run: Run, stages: Sequence[Stage], machine: Machine) -> StepTime:
     passing = sum(stage.ranks * stage.microbatch.seconds for stage in stages)
     others = passing - busy.seconds
     waiting = others / run.layout.vpp + (run.layout.pp - 1) * messages
-    gradients = 0.0 if machine.frozen else _gradient_seconds(run, share, busy.seconds, machine.gpu)
+    gradients = _gradient_seconds(run, trained, busy.seconds, machine.gpu)
     copies = number * busy.waiting
     return StepTime(
         compute=number * (busy.products + busy.attention),
-        memory=number * busy.elementwise + _update_seconds(run, share, machine),
+        memory=number * busy.elementwise + _update_seconds(run, trained, machine),
         communication=number * (busy.exchange + exposed) + gradients + copies,
         bubble=waiting,
         copies=copies,
@@ -79,8 +86,6 @@ def step_time(run: Run, stages: Sequence[Stage], machine: Machine) -> StepTime:
 
 
 def _update_seconds(run: Run, share: RankShare, machine: Machine) -> float:
-    if machine.frozen:
-        return 0.0
     dense, experts = share
     if run.sharding != "no_shard":
         return UPDATE_BYTES * (dense / run.replicas + experts / run.expert_dp) / machine.memory

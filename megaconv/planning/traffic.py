@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from megaconv.model.layout import Chunk, Layout
 from megaconv.model.predicting import predicting_kinds
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.adapters import LayerAdapters
 from megaconv.planning.carried import input_elements, shared_elements
 from megaconv.planning.mixers import mixer_cost
 from megaconv.planning.run import Run
@@ -86,9 +87,7 @@ def of_passes(run: Run, chunk: Chunk) -> Iterator[Counted]:
 
 def of_step(run: Run, chunks: Sequence[Chunk]) -> Iterator[Counted]:
     """Yield the traffic once a step: losses, the norm of gradients, and the biases of routers."""
-    losses = 2 if run.config.head.binary else 1
-    if run.config.has("scores"):
-        losses = 5  # with the scores of chosen and rejected answers, their margin and the accuracy
+    losses = run.losses or _own_losses(run)
     # The sum and the number of each loss, squares, two signals.
     yield "world", "all_reduce", (2 * losses + 1 + 2) * FLOAT64
     routers = sum(
@@ -101,6 +100,13 @@ def of_step(run: Run, chunks: Sequence[Chunk]) -> Iterator[Counted]:
             yield axis, "all_reduce", routers * run.config.experts.count * INT64
 
 
+def _own_losses(run: Run) -> int:
+    """Return the number of losses of the model's own head."""
+    if run.config.has("scores"):
+        return 5  # with the scores of chosen and rejected answers, their margin and the accuracy
+    return 2 if run.config.head.binary else 1
+
+
 def _end(chunk: Chunk) -> int:
     return chunk.first_layer + chunk.layers
 
@@ -110,14 +116,16 @@ def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
     if not chunk.is_first:
         yield "pp", "send", _arriving(run, chunk)  # the gradient in the backward pass
     for tokens in _embedded(run, chunk):
-        yield from there_and_back(run, tokens, run.config.hidden)
+        yield from _of_embedding(run, tokens, run.config.hidden)
         if run.config.has("layer_inputs"):
-            yield from there_and_back(run, tokens, input_elements(run.config, 0))
+            yield from _of_embedding(run, tokens, input_elements(run.config, 0))
     for part in run.stacks(chunk):
         again = _computed_again(run, part.layers)
         for layer in part.layers:
             forward = 2 if layer in again else 1
             yield from of_layer(run, run.config.layers[layer], part.tokens, forward)
+            if layer == 0:
+                yield from _not_in_first_layer(run, part.tokens)
             if part.crosses:
                 yield from _of_cross_attention(run, forward)
     if chunk.is_last:
@@ -170,6 +178,10 @@ def of_head(run: Run) -> Iterator[Counted]:
         yield from there_and_back(run, run.tokens, run.config.hidden)
         # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
+    if run.head_again:
+        if run.sequence:
+            yield "tp", "all_gather", run.tokens * run.config.hidden * run.itemsize
+        yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
     for _ in range(run.config.mtp_layers):
         for kind in predicting_kinds(run.config):
             yield from of_layer(run, kind, run.tokens, 1)
@@ -196,6 +208,14 @@ def there_and_back(run: Run, tokens: int, width: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", whole
 
 
+def _of_embedding(run: Run, tokens: int, width: int) -> Iterator[Counted]:
+    """Yield the traffic of an embedding's output. A frozen embedding takes no gradient."""
+    if run.frozen and run.sequence:
+        yield "tp", "reduce_scatter", tokens * width * run.itemsize
+    else:
+        yield from there_and_back(run, tokens, width)
+
+
 def _computed_again(run: Run, layers: range) -> range:
     again = run.recompute
     if again.granularity != "full":
@@ -206,6 +226,7 @@ def _computed_again(run: Run, layers: range) -> range:
 def of_layer(run: Run, kind: LayerKind, tokens: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a layer of this kind, for so many tokens. forward: how often its forward pass is computed."""
     config = run.config
+    yield from _of_adapters(run, run.adapters_of(kind), tokens, forward)
     mixer = mixer_cost(config, kind)
     if mixer is not None:
         if mixer.attends:
@@ -221,6 +242,36 @@ def of_layer(run: Run, kind: LayerKind, tokens: int, forward: int) -> Iterator[C
         if config.experts.shared_ffn:
             yield from _of_matrices(run, tokens, config.hidden, config.hidden, forward)
         yield from _of_experts(run, forward)
+
+
+def _of_adapters(run: Run, found: LayerAdapters, tokens: int, forward: int) -> Iterator[Counted]:
+    """Yield the traffic of a layer's adapters: the numbers between A and B."""
+    columns = tokens * found.columns * run.itemsize
+    rows = tokens * found.rows * run.itemsize
+    if run.sequence:
+        yield "tp", "all_gather", columns * forward + rows
+        yield "tp", "reduce_scatter", columns + rows * forward
+    else:
+        yield "tp", "all_reduce", columns + rows * forward
+
+
+def _not_in_first_layer(run: Run, tokens: int) -> Iterator[Counted]:
+    """Yield the traffic to subtract from that of the first layer if the embedding is frozen.
+
+    The layer's input has no gradient. So the matrices that read it exchange none.
+    """
+    kind = run.config.layers[0]
+    mixer = mixer_cost(run.config, kind)
+    adapted = "mixer" in run.adapters_of(kind).inputs
+    if not run.frozen or mixer is None or not adapted:
+        return
+    whole = tokens * mixer.own_input_width(run.config) * run.itemsize
+    if run.sequence:
+        # The backward pass neither gathers the input again nor scatters its gradient.
+        yield "tp", "all_gather", -whole
+        yield "tp", "reduce_scatter", -whole
+    else:
+        yield "tp", "all_reduce", -whole
 
 
 def _of_cross_attention(run: Run, forward: int) -> Iterator[Counted]:

@@ -31,8 +31,8 @@ from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.engine import Engine
 from megatron_lite.settings.config import Settings
-from megatron_lite.settings.learning import Lora
 from megatron_lite.settings.options import LoRA
+from megatron_lite.settings.run_options import adapter_options
 
 OPTIMIZER = "optimizer.safetensors"
 
@@ -56,10 +56,7 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
     """Return the adapters to start from, or None for a run that trains all weights. Raises CheckpointError."""
     lora = settings.lora
     if not lora.wanted:
-        given = [name for name in vars(lora) if name in settings.given]
-        if given:
-            flag = given[0].replace("_", "-")
-            raise UsageError(f"--{flag} requires --lora-rank (or --lora-load)")
+        adapter_options(settings)  # refuses flags of adapters
         return None
     saving = settings.checkpointing
     if _continues(settings):
@@ -68,7 +65,9 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
         assert version is not None
         return _continued(settings, version, config)
     if lora.lora_load is None:
-        return AdapterStart(_new_adapters(lora), None)
+        options = adapter_options(settings)
+        assert options is not None
+        return AdapterStart(options, None)
     place = local_path(resolve(lora.lora_load))
     options, tensors = _read(settings, place, config)
     weights = {Key(name): tensor for name, tensor in tensors.items()}
@@ -84,14 +83,6 @@ def reads_adapters(settings: Settings) -> bool:
 def _continues(settings: Settings) -> bool:
     saving = settings.checkpointing
     return bool(saving.save and saving.resume and has_checkpoint(Path(saving.save)))
-
-
-def _new_adapters(lora: Lora) -> LoRA:
-    """Return the options of adapters that start from random values."""
-    rank = lora.lora_rank
-    assert rank is not None
-    alpha = 2.0 * rank if lora.lora_alpha is None else lora.lora_alpha
-    return LoRA(rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora)
 
 
 def _read(

@@ -14,6 +14,7 @@ from megaconv.planning.model_size import parameter_count
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.stages import Described
+from megatron_lite.planning.work import work_of
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import optimizer_options
@@ -26,12 +27,12 @@ MOST_RANKS = 1024
 
 
 def check_fits(setup: Setup, options: ModelOptions, rows: int) -> None:
-    """Raise UsageError if this rank's memory is too small, with commands that fit. Adapters are not checked.
+    """Raise UsageError if this rank's memory is too small, with commands that fit.
 
     rows: sequences of a sample.
     """
     settings = setup.settings
-    if not settings.logging.guide or settings.lora.wanted or setup.config.encoder.layers:
+    if not settings.logging.guide or setup.config.encoder.layers:
         return
     free = free_bytes(setup.place.device)
     if free is None:
@@ -48,14 +49,9 @@ def _needed(
     config: ModelConfig, settings: Settings, options: ModelOptions, sizes: Sizes, rows: int
 ) -> int:
     """Return the bytes of the rank that needs most. Raises CheckpointError for layers that the planner doesn't know."""
-    described = Described(config, sizes, options, optimizer_options(settings), rows)
-    # GRPO's reference model has plain weights, also if data-parallel ranks shard the trained ones.
-    of_reference = ITEMSIZE[options.dtype] if settings.grpo.beta else 0
-    needed = []
-    for memory in stage_memory(described):
-        reference = memory.parameters * of_reference
-        needed.append(memory.total + reference)
-    return max(needed)
+    work = replace(work_of(settings), rows=rows)
+    described = Described(config, sizes, options, optimizer_options(settings), work)
+    return max(memory.total for memory in stage_memory(described))
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -83,10 +79,13 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
         ("--dpo", settings.dpo.dpo),
         ("--reward-modeling", settings.rewards.reward_modeling),
     )
-    asked = "".join(f" {flag}" for flag, is_asked in objectives if is_asked)
+    asked = "".join(f" {flag}" for flag, is_asked in objectives if is_asked) + _adapter_flags(
+        settings
+    )
     short = f"finetune {settings.checkpointing.load} {data}{asked}{saved}"
     choices = []
-    if _weights(setup, options) < free:
+    trains_all = not settings.lora.wanted
+    if trains_all and _weights(setup, options) < free:
         choices.append(f"train adapters: `megatron-lite {short} --lora-rank {RANK}`")
     ranks = _ranks_that_fit(setup, options, rows, free)
     if ranks is not None:
@@ -94,10 +93,18 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
         command = f"{launch} {short} {SHARDING} {STRATEGY}"
         choices.append(f"use {ranks} ranks with as much memory each: `{command}`")
     advice = ", or ".join(choices) or "take a smaller model, or devices with more memory"
+    trained = "all weights" if trains_all else "adapters"
     return (
-        f"training all weights takes about {readable(needed)} on each rank, and {readable(free)} are free; "
+        f"training {trained} takes about {readable(needed)} on each rank, and {readable(free)} are free; "
         f"{advice}"
     )
+
+
+def _adapter_flags(settings: Settings) -> str:
+    """Return the flags of the run's adapters, with a space before each."""
+    lora = settings.lora
+    found = {"--lora-rank": lora.lora_rank, "--lora-load": lora.lora_load}
+    return "".join(f" {flag} {value}" for flag, value in found.items() if value is not None)
 
 
 def _weights(setup: Setup, options: ModelOptions) -> int:

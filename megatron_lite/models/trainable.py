@@ -356,6 +356,14 @@ def refuse_pairs(config: ModelConfig) -> None:
         )
 
 
+def refuse_completions(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't learn from rewards of its completions."""
+    if config.mtp_layers:
+        raise NotExpressible(
+            "the model predicts further tokens, which can't be trained on rewards yet"
+        )
+
+
 def refuse_encoders(config: ModelConfig, place: str) -> None:
     """Raise NotExpressible for a model that can't generate text. place: the path it was read from."""
     if config.family in OF_THEIR_OWN:

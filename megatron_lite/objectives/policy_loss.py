@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
+from megatron_lite.models.trainable import refuse_completions
 from megatron_lite.parallel.payload import Payload
 
 ADVANTAGES = "advantages"
@@ -52,10 +52,7 @@ class PolicyLoss(Criterion):
     options: Policy
 
     def check(self, config: ModelConfig) -> None:
-        if config.mtp_layers:
-            raise NotExpressible(
-                "the model predicts further tokens, which can't be trained on rewards yet"
-            )
+        refuse_completions(config)
 
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         divergence = ("kl",) if self.options.beta else ()

@@ -22,13 +22,11 @@ from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import NotFinite
 from megatron_lite.models.rng import mix
+from megatron_lite.objectives.completions import MOST_ROWS
 from megatron_lite.objectives.prompts import Prompt
 from megatron_lite.objectives.rewards import Reward
 from megatron_lite.parallel import comm
 from megatron_lite.settings.grpo import Grpo
-
-MOST_ROWS = 64
-"""Completions that a data-parallel rank generates at the same time."""
 
 
 @dataclass(frozen=True)

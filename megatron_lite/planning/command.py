@@ -14,16 +14,25 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
-from megatron_lite.models.trainable import refuse_pairs, refuse_scores, refuse_whole
+from megatron_lite.models.lora.targets import check_targets
+from megatron_lite.models.trainable import (
+    refuse_completions,
+    refuse_pairs,
+    refuse_scores,
+    refuse_whole,
+)
 from megatron_lite.objectives.scored_model import scored
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
-from megatron_lite.settings.architecture import check_against, model_from_flags
+from megatron_lite.planning.work import work_of
+from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.objective_flags import check_objective_flags
-from megatron_lite.settings.run_options import model_options, optimizer_options
-from megatron_lite.settings.sizes import work_out
+from megatron_lite.settings.options import LoRA
+from megatron_lite.settings.run_options import adapter_options, model_options, optimizer_options
+from megatron_lite.settings.sizes import Sizes, work_out
 
 DESCRIPTION = """\
 Memory of each rank, bytes between ranks, the pipeline's bubble and the estimated time of a step, without starting it or reading a weight.
@@ -33,11 +42,14 @@ Memory of each rank, bytes between ranks, the pipeline's bubble and the estimate
 --json               for programs
 --load PATH          a config.json, or any checkpoint that megaconv reads; without it flags describe the model
 
-All other flags are those of `megatron-lite pretrain`, which see; bf16 where no precision is given.
+All other flags are those of `megatron-lite pretrain` and `finetune`, which see; bf16 where no precision is given.
+--lora-rank, --dpo, --reward-modeling and --grpo are planned too. Data and rewards are not read, so leave them out.
+--grpo: --seq-length counts the longest prompt with --max-completion-length.
 
 example:
   megatron-lite plan --load Llama-3.1-405B --world-size 8192 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 8 \\
       --sequence-parallel --use-distributed-optimizer --seq-length 8192 --global-batch-size 2048
+  megatron-lite plan --load Llama-3.1-8B --world-size 8 --lora-rank 16 --dpo --seq-length 2048 --global-batch-size 64
 """
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 """Dropout is left out: it adds only a mask to memory, and this trainer generates the mask again."""
@@ -86,16 +98,11 @@ def describe(world: int | None, words: list[str]) -> Described:
         settings = replace(settings, training=replace(training, train_iters=1))
     if not precision.chosen:
         settings = replace(settings, precision=replace(precision, bf16=True))
-    if settings.lora.wanted or settings.dpo.dpo or settings.grpo.grpo:
-        raise NotExpressible(
-            "adapters, --dpo and --grpo can't be planned yet; leave their flags out"
-        )
-    of_pairs = settings.rewards.reward_modeling
-    if of_pairs:
-        settings = _with_pairs(settings)
+    settings = _with_places(settings)
     check_objective_flags(settings)
-    options = model_options(settings, NO_DROPOUT)
+    options = replace(model_options(settings, NO_DROPOUT), lora=_adapters(settings))
     config = changed(_model(settings), {"dtype": options.dtype})
+    check_kind(settings, model_type(settings, config if settings.checkpointing.load else None))
     parallel = settings.parallel
     ranks = world or prod(
         (
@@ -105,14 +112,43 @@ def describe(world: int | None, words: list[str]) -> Described:
         )
     )
     sizes = work_out(settings, config, options, ranks)
-    rows = 2 if of_pairs else 1
-    return Described(config, sizes, options, optimizer_options(settings), rows)
+    found = Described(config, sizes, options, optimizer_options(settings), work_of(settings))
+    if options.lora is not None:
+        check_targets(config, options.lora.targets, found=bool(found.run.adapters))
+    _check_room(settings, sizes)
+    return found
 
 
-def _with_pairs(settings: Settings) -> Settings:
-    """Return the settings with a name for pairs of answers, which a plan does not read."""
-    data = settings.data
-    return replace(settings, data=replace(data, finetune_data=data.finetune_data or ("PAIRS",)))
+def _check_room(settings: Settings, sizes: Sizes) -> None:
+    """Raise UsageError if a sequence has no room for a prompt before its completion."""
+    grpo = settings.grpo
+    if grpo.grpo and sizes.seq <= grpo.max_completion_length:
+        raise UsageError(
+            f"--seq-length {sizes.seq} has no room for a prompt and --max-completion-length {grpo.max_completion_length}; "
+            "raise it, or shorten completions"
+        )
+
+
+def _with_places(settings: Settings) -> Settings:
+    """Return the settings with names for pairs, prompts and rewards, which a plan does not read."""
+    data, grpo = settings.data, settings.grpo
+    if not (settings.dpo.dpo or settings.rewards.reward_modeling or grpo.grpo):
+        return settings
+    settings = replace(settings, data=replace(data, finetune_data=data.finetune_data or ("DATA",)))
+    if grpo.grpo and not grpo.reward:
+        # With --reward-weights, there is a function for each weight.
+        functions = ("REWARD",) * len(grpo.reward_weights or (1.0,))
+        settings = replace(settings, grpo=replace(grpo, reward=functions))
+    return settings
+
+
+def _adapters(settings: Settings) -> LoRA | None:
+    """Return the options of the adapters; None if all weights are trained."""
+    if settings.lora.lora_load is not None:
+        raise NotExpressible(
+            "plan reads no adapter; give --lora-rank and --lora-targets in place of --lora-load"
+        )
+    return adapter_options(settings)
 
 
 def _model(settings: Settings) -> ModelConfig:
@@ -130,6 +166,10 @@ def _model(settings: Settings) -> ModelConfig:
         refuse_pairs(config)
     else:
         refuse_scores(config, load)
+    if settings.dpo.dpo:
+        refuse_pairs(config)
+    if settings.grpo.grpo:
+        refuse_completions(config)
     check_against(settings, config, {}, load)
     return config
 

@@ -1,6 +1,6 @@
 """Bytes that data-parallel ranks exchange in a step: gradients and updated parameters, by the optimizer's buckets."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 
 from megaconv.model.layout import Chunk
@@ -14,7 +14,6 @@ from megaconv.planning.traffic import (
     summed,
 )
 from megatron_lite.optimizer.filling import padded
-from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.sharding import bucket_times
 from megatron_lite.planning.stages import Described
 
@@ -29,18 +28,16 @@ def _all(described: Described, pp_rank: int) -> Iterator[Counted]:
     chunks = run.chunks(pp_rank)
     for index, chunk in enumerate(chunks):
         yield from of_passes(run, chunk)
-        yield from of_gradients(described, described.parameters(index, chunk), chunk)
+        yield from of_gradients(described, index, chunk)
     yield from of_step(run, chunks)
 
 
-def of_gradients(
-    described: Described, infos: Sequence[ParameterInfo], chunk: Chunk
-) -> Iterator[Counted]:
-    """Yield the traffic of the gradients of a chunk, and of its updated parameters."""
+def of_gradients(described: Described, index: int, chunk: Chunk) -> Iterator[Counted]:
+    """Yield the traffic of the gradients of a chunk, and of its updated parameters. index: of the chunk on its rank."""
     run, optimizer = described.run, described.optimizer
     ranks = sizes(run)
-    trained = [info for info in infos if info.trained]
-    for filling, reduced, gathered in bucket_times(described, infos, chunk):
+    trained = described.trained(index, chunk)
+    for filling, reduced, gathered in bucket_times(described, index, chunk):
         axis, used = filling.axis, filling.elements
         size = used if filling.whole else padded(used, ranks[axis])
         if optimizer.distributed:

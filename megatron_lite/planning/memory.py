@@ -6,6 +6,7 @@ and AdamW's state for all else. A distributed optimizer assigns whole Muon matri
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from megaconv.families import family
@@ -16,6 +17,8 @@ from megatron_lite.optimizer.algorithm import Algorithm
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
+from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.planning.generation import cache_bytes
 from megatron_lite.planning.sharding import passing_bytes
 from megatron_lite.planning.stages import Described
 
@@ -27,15 +30,22 @@ class Memory:
     parameters: int
     """Number of parameters, not bytes."""
     kept: int
-    """Parameters, gradients and optimizer state."""
+    """Parameters, gradients and optimizer state. Frozen weights have neither of the two."""
     activations: int
     """The most that forward passes keep at one time."""
     passing: int = 0
     """Gradients and parameters that exist for a time, if data-parallel ranks shard them."""
+    adapters: int = 0
+    """Number of parameters of adapters, which `parameters` leaves out."""
+    reference: int = 0
+    """Weights of a reference model."""
+    generation: int = 0
+    """The cache of completions, and the weights that are gathered meanwhile. It is freed before the passes of training."""
 
     @property
     def total(self) -> int:
-        return self.kept + self.activations + self.passing
+        training = self.activations + self.passing
+        return self.kept + self.reference + max(training, self.generation)
 
 
 def stage_memory(run: Described) -> list[Memory]:
@@ -44,10 +54,67 @@ def stage_memory(run: Described) -> list[Memory]:
     shares = rank_shares(family(run.config.family).rows, run.config, layout, run.run.vocab_rows)
     found = []
     for pp_rank, share in enumerate(shares):
-        kept = sum(held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, share))
-        made = activations(run.run, pp_rank)
-        found.append(Memory(share.parameters, round(kept), made, passing_bytes(run, pp_rank)))
+        adapters, trained = _adapters(run, pp_rank), _trained(run, pp_rank, share)
+        kept = sum(
+            held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, trained)
+        )
+        if run.run.frozen:
+            # Beside adapters, only a head of scores is trained.
+            of_scores = trained.parameters - adapters
+            kept += _frozen_bytes(run, share.dense - of_scores, share.experts)
+        one = Memory(
+            parameters=share.parameters,
+            kept=round(kept),
+            activations=activations(run.run, pp_rank),
+            passing=passing_bytes(run, pp_rank),
+            adapters=adapters,
+            reference=share.parameters * run.run.itemsize if run.work.reference else 0,
+            generation=_generation(run, pp_rank, share),
+        )
+        found.append(one)
     return found
+
+
+def _generation(run: Described, pp_rank: int, share: RankShare) -> int:
+    """Return the bytes that exist while completions are generated."""
+    if not run.work.completion:
+        return 0
+    whole = share.parameters * run.run.itemsize if _shards_parameters(run) else 0
+    return cache_bytes(run, pp_rank) + whole
+
+
+def _shards_parameters(run: Described) -> bool:
+    return run.optimizer.shards_parameters and run.run.replicas > 1
+
+
+def _trained(run: Described, pp_rank: int, share: RankShare) -> RankShare:
+    """Return the parameters of a rank that have gradients. share: the model's parameters on the rank."""
+    if not run.run.frozen:
+        return share
+    dense = experts = 0
+    for index, chunk in enumerate(run.run.chunks(pp_rank)):
+        for info in run.trained(index, chunk):
+            count = prod(info.native.shape)
+            if info.kind is Kind.EXPERT:
+                experts += count
+            else:
+                dense += count
+    return RankShare(dense, experts)
+
+
+def _adapters(run: Described, pp_rank: int) -> int:
+    """Return the number of parameters of a rank's adapters."""
+    chunks = enumerate(run.run.chunks(pp_rank))
+    adapters = (adapter for index, chunk in chunks for adapter in run.adapters(index, chunk))
+    return sum(prod(info.native.shape) for adapter in adapters for info in adapter.infos)
+
+
+def _frozen_bytes(run: Described, dense: int, experts: int) -> float:
+    """Return the bytes of parameters that keep their values. Some strategies shard them beside adapters."""
+    held: float = dense + experts
+    if _shards_parameters(run):
+        held = dense / run.run.replicas + experts / run.run.expert_dp
+    return held * run.run.itemsize
 
 
 class Held(NamedTuple):

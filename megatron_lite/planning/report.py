@@ -11,6 +11,7 @@ from megaconv.errors import LayoutError, NotExpressible
 from megaconv.planning.activations import offloaded_bytes
 from megaconv.planning.bubble import bubble
 from megaconv.planning.estimate import Estimator
+from megaconv.planning.forward_time import forward_time
 from megaconv.planning.gpus import DEFAULT_GPU, GB, GPUS, Gpu
 from megaconv.planning.layer_costs import Machine
 from megaconv.planning.model_size import parameter_count
@@ -18,6 +19,7 @@ from megaconv.planning.run import Run
 from megaconv.planning.step_time import StepTime, step_time
 from megaconv.planning.traffic import Traffic
 from megatron_lite.models.trainable import check_trained
+from megatron_lite.planning.generation import generation_seconds, rows_at_once
 from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import Memory, stage_memory
 from megatron_lite.planning.stages import Described
@@ -73,12 +75,42 @@ class Planned:
 
     @cached_property
     def time(self) -> StepTime | None:
-        """The estimated time of a step; None for a model with an encoder and a decoder."""
+        """The estimated time of all updates of a step; None for a model with an encoder and a decoder."""
         if self.run.config.encoder.layers:
             return None
-        machine = Machine(self.gpu, fp8=self.described.options.fp8 is not None)
+        machine = self._machine
         estimator = Estimator(self.run.config, machine)
-        return step_time(self.run, estimator.stages(self.run), machine)
+        update = step_time(self.run, estimator.stages(self.run), machine)
+        return update.times(self.described.work.updates)
+
+    @property
+    def _machine(self) -> Machine:
+        is_fp8 = self.described.options.fp8 is not None
+        return Machine(self.gpu, fp8=is_fp8, frozen=self.run.frozen)
+
+    @cached_property
+    def generation(self) -> float:
+        """Seconds in which the completions of a step are generated."""
+        has_any = self.described.work.completion > 0
+        return generation_seconds(self.described, self._machine) if has_any else 0.0
+
+    @cached_property
+    def measuring(self) -> float:
+        """Seconds of one pass without gradients of all sequences of a step."""
+        work = self.described.work
+        has_any = work.measured or work.measured_once
+        return forward_time(self.run, self._machine) if has_any else 0.0
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The terms of a step's time, in seconds. Empty for a model with an encoder and a decoder."""
+        if self.time is None:
+            return {}
+        before = {
+            "generation": self.generation,
+            "log-probabilities": self.described.work.measured * self.measuring,
+        }
+        return {**{name: each for name, each in before.items() if each}, **self.time.terms()}
 
     @cached_property
     def untrained(self) -> str | None:
@@ -104,8 +136,10 @@ class Planned:
                 **({"decoder_sequence": run.decoder_seq} if run.decoder_seq else {}),
                 "microbatches": run.microbatches,
             },
-            "gpu": self.gpu.name, "step_seconds": self.time.total if self.time else None,
-            "terms": self.time.terms() if self.time else None,
+            "gpu": self.gpu.name, "gpu_memory": self.gpu.memory,
+            "step_seconds": sum(self.terms.values()) if self.time else None,
+            "terms": self.terms or None,
+            **({"reference_seconds": self.measuring} if self.described.work.measured_once else {}),
             "bubble": self.bubble, "not_trained_yet": self.untrained, "offloaded_bytes": self.offloaded,
             "offload_seconds": self.time.copies if self.time else None,
             "stages": [self._stage_json(pp_rank) for pp_rank in range(len(self.memory))],
@@ -114,8 +148,9 @@ class Planned:
     def _stage_json(self, pp_rank: int) -> dict[str, Any]:
         memory, traffic = self.memory[pp_rank], self.traffic[pp_rank]
         return {
-            "pp_rank": pp_rank, "parameters": memory.parameters, "state_bytes": memory.kept,
-            "activation_bytes": memory.activations, "passing_bytes": memory.passing, "bytes": memory.total,
+            "pp_rank": pp_rank, "parameters": memory.parameters, "adapter_parameters": memory.adapters,
+            "state_bytes": memory.kept, "activation_bytes": memory.activations, "passing_bytes": memory.passing,
+            "reference_bytes": memory.reference, "generation_bytes": memory.generation, "bytes": memory.total,
             "communication": [
                 {"group": item.group, "kind": item.kind, "ranks": item.ranks, "bytes": item.bytes, "sent_bytes": item.sent}
                 for item in traffic
@@ -148,10 +183,16 @@ class Planned:
     def _time_lines(self) -> Iterator[str]:
         if self.time is None:
             return
-        shares = {name: seconds / self.time.total for name, seconds in self.time.terms().items()}
+        total = sum(self.terms.values())
+        shares = {name: seconds / total for name, seconds in self.terms.items()}
         largest = max(shares, key=lambda name: shares[name])
         terms = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        yield f"estimated on {self.gpu.name}: {self.time.total:.2f} s a step: {terms}; {largest} dominates"
+        yield f"estimated on {self.gpu.name}: {total:.2f} s a step: {terms}; {largest} dominates"
+        if self.described.work.measured_once:
+            yield (
+                "before the first step, the reference's log-probabilities take "
+                f"{self.measuring:.2f} s for each step's pairs"
+            )
 
     def _memory_lines(self) -> Iterator[str]:
         yield _row("stage", "parameters a rank", "with gradients", "activations", "together")
@@ -161,6 +202,11 @@ class Planned:
             activations = readable(one.activations)
             total = readable(one.total)
             yield _row(str(pp_rank), f"{one.parameters:,}", kept, activations, total)
+        most, gpu = max(one.total for one in self.memory), self.gpu
+        fits = "" if most <= gpu.memory else ", so it does not fit"
+        share = f"{most / gpu.memory:.0%} of the {readable(gpu.memory)} of {gpu.name}"
+        yield f"{_INDENT}the fullest rank takes {share}{fits}"
+        yield from self._objective_lines()
         passing = max(one.passing for one in self.memory)
         if passing:
             what = "gathered parameters and unreduced gradients"
@@ -168,6 +214,22 @@ class Planned:
         if self.offloaded:
             held = readable(self.offloaded)
             yield f"{_INDENT}activations of {held} wait in each rank's main memory{self._copies()}"
+
+    def _objective_lines(self) -> Iterator[str]:
+        """Yield the memory that belongs to adapters, to a reference model and to completions."""
+        adapters = max(one.adapters for one in self.memory)
+        if self.run.frozen:
+            yield f"{_INDENT}gradients and optimizer state belong to {adapters:,} parameters of adapters; all others are frozen"
+        reference = max(one.reference for one in self.memory)
+        if reference:
+            yield f"{_INDENT}the last column includes {readable(reference)} of the reference model"
+        generation = max(one.generation for one in self.memory)
+        if generation:
+            rows = counted(rows_at_once(self.described), "completion")
+            yield (
+                f"{_INDENT}generation takes {readable(generation)} for {rows} at a time, "
+                "and frees them before the activations come"
+            )
 
     def _copies(self) -> str:
         """Return the time that copies of offloaded activations add to a step."""

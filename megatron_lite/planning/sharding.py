@@ -26,14 +26,16 @@ class Times(NamedTuple):
     """The number of times that its parameters are gathered."""
 
 
-def bucket_times(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -> Iterator[Times]:
-    """Yield the buckets of a chunk, with the number of their collectives in a step."""
+def bucket_times(run: Described, index: int, chunk: Chunk) -> Iterator[Times]:
+    """Yield the buckets of a chunk, with the number of their collectives in a step. index: of the chunk on its rank."""
     optimizer = run.optimizer
-    fillings = _fillings(run, infos)
+    trained = _fillings(run, run.trained(index, chunk))
     reduced = run.run.microbatches if optimizer.shards_gradients else 1
     if not optimizer.shards_parameters:
-        yield from (Times(filling, reduced, 1) for filling in fillings)
+        yield from (Times(filling, reduced, 1) for filling in trained)
         return
+    fillings = [*trained, *_frozen_fillings(run, index, chunk)]
+    infos = run.in_order(index, chunk)
     kept = _kept_for_backward(run, infos, chunk)
     bucket_of = {member.info.name: each for each in fillings for member in each.members}
     units = [list(unit) for _, unit in groupby(_of_buckets(infos, bucket_of), key=unit_of)]
@@ -45,7 +47,8 @@ def bucket_times(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -
                 use and _needs_parameters(unit) for use, unit in zip(uses, units, strict=True)
             ]
             passes += _runs(backward)
-        yield Times(filling, reduced, passes * run.run.microbatches)
+        is_trained = filling.first.trained
+        yield Times(filling, reduced if is_trained else 0, passes * run.run.microbatches)
 
 
 def _of_buckets(
@@ -54,10 +57,15 @@ def _of_buckets(
     return [info for info in infos if info.name in bucket_of]
 
 
-def _fillings(run: Described, infos: Sequence[ParameterInfo]) -> list[Filling]:
-    """Return the buckets of a chunk with these parameters."""
-    trained = [info for info in infos if info.trained]
+def _fillings(run: Described, trained: Sequence[ParameterInfo]) -> list[Filling]:
+    """Return the buckets of a chunk with these parameters, which have gradients."""
     return fill(trained, run.optimizer.bucket_elements, make_dealer(run.optimizer).deals)
+
+
+def _frozen_fillings(run: Described, index: int, chunk: Chunk) -> list[Filling]:
+    """Return the buckets of the parameters that are sharded beside adapters."""
+    frozen = [info for info in run.parameters(index, chunk) if info.frozen]
+    return fill(frozen, run.optimizer.bucket_elements, lambda _: False)
 
 
 def _members(filling: Filling) -> list[ParameterInfo]:
@@ -102,14 +110,19 @@ def passing_bytes(run: Described, pp_rank: int) -> int:
     most = 0
     for index, chunk in enumerate(run.run.chunks(pp_rank)):
         infos = run.parameters(index, chunk)
-        fillings = _fillings(run, infos)
-        sizes = [filling.elements for filling in fillings]
-        pair = max((sum(sizes[first : first + 2]) for first in range(len(sizes))), default=0)
-        found = FLOAT32 * pair
+        trained = _largest_pair(_fillings(run, run.trained(index, chunk)))
+        found = FLOAT32 * trained
         if optimizer.shards_parameters:
-            found += run.run.itemsize * (pair + _held(run, infos, chunk))
+            frozen = _largest_pair(_frozen_fillings(run, index, chunk))
+            found += run.run.itemsize * (trained + frozen + _held(run, infos, chunk))
         most = max(most, found)
     return most
+
+
+def _largest_pair(fillings: Sequence[Filling]) -> int:
+    """Return the elements of the largest two consecutive buckets."""
+    sizes = [filling.elements for filling in fillings]
+    return max((sum(sizes[first : first + 2]) for first in range(len(sizes))), default=0)
 
 
 def _held(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -> int:

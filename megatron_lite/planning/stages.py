@@ -1,20 +1,25 @@
 """A run of this trainer that is only described, and the parameters of its pipeline stages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megaconv.families import family
 from megaconv.megatron.arguments.param_groups import is_expert
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import Chunk
+from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, RankTensors
+from megaconv.model.subjects import LayerKind
 from megaconv.model.table import with_beside
+from megaconv.planning.adapters import LayerAdapters
 from megaconv.planning.run import Run
+from megatron_lite.models.lora.shares import Whole, modules_of
 from megatron_lite.models.mixers.table import stays_in_float32
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParameterInfo, is_partial, tied_along, trained_tensors
+from megatron_lite.planning.adapters import PlannedAdapter, layer_adapters, planned_adapters
+from megatron_lite.planning.work import Work
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
 
@@ -32,8 +37,8 @@ class Described:
     sizes: Sizes
     options: ModelOptions
     optimizer: OptimizerOptions
-    rows: int = 1
-    """Sequences of a sample: 2 for a pair of answers."""
+    work: Work = Work()  # noqa: RUF009  # frozen
+    """The work of a step beside the passes of pretraining."""
 
     @cached_property
     def run(self) -> Run:
@@ -46,8 +51,8 @@ class Described:
             cp=sizes.cp,
             seq=sizes.seq,
             decoder_seq=sizes.decoder_seq,
-            micro_batch=sizes.micro_batch * self.rows,
-            global_batch=sizes.batch.full * self.rows,
+            micro_batch=sizes.micro_batch * self.work.rows,
+            global_batch=sizes.batch.full * self.work.rows,
             dtype=options.dtype,
             sequence_parallel=options.sequence_parallel,
             recompute=options.recompute,
@@ -57,17 +62,24 @@ class Described:
             dispatcher=options.dispatcher,
             padded_to=options.balance.padded_to,
             balance=tuple(kind for kind, _ in options.balance.losses),
-            moves_bias=options.balance.bias_rate != 0,
+            moves_bias=options.balance.bias_rate != 0 and options.lora is None,
             sharding=self.optimizer.sharding,
             overlaps_reduce=self.optimizer.overlap_grad_reduce,
             overlaps_gather=self.optimizer.overlap_param_gather,
             vocab_divisor=options.vocab_divisor,
+            frozen=options.lora is not None,
+            adapters=self._adapters_by_kind,
+            head_again=self.work.head_again,
+            losses=self.work.losses,
         )
 
     @cached_property
     def _tensors(self) -> RankTensors:
         rows = with_beside(family(self.config.family).rows, self.config)
-        return RankTensors(rows, self.config, CORE, self.sizes.layout, self.run.vocab_rows)
+        vocab_rows = padded_vocab(
+            self.config.vocab, self.options.vocab_divisor, self.sizes.layout.tp
+        )
+        return RankTensors(rows, self.config, CORE, self.sizes.layout, vocab_rows)
 
     def parameters(self, index: int, chunk: Chunk) -> Sequence[ParameterInfo]:
         """Return the parameters of a chunk on the first tensor and expert ranks, in the order of a forward pass, unit by unit.
@@ -80,6 +92,53 @@ class Described:
             for native in sorted(natives, key=lambda native: _place(native.name))
         ]
 
+    def adapters(self, index: int, chunk: Chunk) -> list[PlannedAdapter]:
+        """Return the adapters of a chunk, on the same ranks and in the same order."""
+        lora = self.options.lora
+        if lora is None:
+            return []
+        infos = self.parameters(index, chunk)
+        tp = self.sizes.layout.tp
+        modules = self._modules
+        return list(planned_adapters(infos, modules, lora, tp, sequence=self._sequence))
+
+    @cached_property
+    def _modules(self) -> Mapping[str, Whole]:
+        return modules_of(self.config)
+
+    def trained(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
+        """Return the parameters of a chunk that have gradients, in the order of the trainer's buckets."""
+        own = (info for info in self.parameters(index, chunk) if info.trained)
+        return [*self._infos_of_adapters(index, chunk), *own]
+
+    def in_order(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
+        """Return all parameters of a chunk, those of adapters included, unit by unit."""
+        found = [*self.parameters(index, chunk), *self._infos_of_adapters(index, chunk)]
+        return sorted(found, key=lambda info: _place(info.name))
+
+    def _infos_of_adapters(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
+        return [info for adapter in self.adapters(index, chunk) for info in adapter.infos]
+
+    @cached_property
+    def _adapters_by_kind(self) -> tuple[tuple[LayerKind, LayerAdapters], ...]:
+        """The adapters of a layer of each kind. Targets may name single layers: the layer with most of them counts."""
+        lora = self.options.lora
+        if lora is None:
+            return ()
+        whole = Chunk(0, 0, 0, self.config.layer_count, is_first=True, is_last=True)
+        by_layer: dict[int, list[PlannedAdapter]] = {}
+        for adapter in self.adapters(0, whole):
+            by_layer.setdefault(adapter.layer, []).append(adapter)
+        found: dict[LayerKind, LayerAdapters] = {}
+        for layer, adapters in by_layer.items():
+            kind, sizes = self.config.layers[layer], layer_adapters(adapters, lora)
+            found[kind] = max(sizes, found.get(kind, sizes), key=lambda each: each.parameters)
+        return tuple(found.items())
+
+    @property
+    def _sequence(self) -> bool:
+        return self.options.sequence_parallel and self.sizes.layout.tp > 1
+
     def _info(self, index: int, native: NativeTensor) -> ParameterInfo:
         """Return the facts that modules declare, but from the family's table. The table also covers models without modules."""
         kind, layout = kind_of(native, self.config), self.sizes.layout
@@ -87,11 +146,17 @@ class Described:
             index,
             native,
             kind,
-            partial=is_partial(kind, layout.tp, sequence=self.run.sequence),
+            partial=is_partial(kind, layout.tp, sequence=self._sequence),
             tied=tied_along(native, kind, self.config, layout),
             is_copy=native.copy is not None,
+            frozen=self._is_frozen(native.name),
             in_float32=stays_in_float32(native.name),
         )
+
+    def _is_frozen(self, name: str) -> bool:
+        """Return whether a parameter keeps its value. A head of scores is trained whole beside adapters."""
+        of_scores = name == "output_layer.weight" and self.config.has("scores")
+        return self.options.lora is not None and not of_scores
 
 
 def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:

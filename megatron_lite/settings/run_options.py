@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
+from megaconv.errors import UsageError
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.optimization import Optimizer
 from megatron_lite.settings.optimizers import OPTIMIZERS
 from megatron_lite.settings.options import (
     FP8,
     Balancing,
+    LoRA,
     LossScale,
     ModelOptions,
     MuonOptions,
@@ -42,6 +44,23 @@ def model_options(settings: Settings, dropouts: Mapping[str, float]) -> ModelOpt
         vocab_divisor=settings.model.make_vocab_size_divisible_by, seed=settings.training.seed,
         local_layers=settings.checkpointing.transformer_impl == "local",
     )  # fmt: skip
+
+
+def adapter_options(settings: Settings) -> LoRA | None:
+    """Return the options of new adapters; None for a run that trains all weights.
+
+    Raises UsageError for flags of adapters without a rank.
+    """
+    lora = settings.lora
+    rank = lora.lora_rank
+    if rank is None:
+        for name in vars(lora):
+            if name in settings.given:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} requires --lora-rank (or --lora-load)")
+        return None
+    alpha = 2.0 * rank if lora.lora_alpha is None else lora.lora_alpha
+    return LoRA(rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora)
 
 
 def _fp8(settings: Settings) -> FP8 | None:

@@ -19,10 +19,11 @@ from megatron_lite.objectives.scored_model import scored
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.stages import Described
+from megatron_lite.planning.work import Work
 from megatron_lite.settings.architecture import model_from_flags
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
-from megatron_lite.settings.run_options import model_options, optimizer_options
+from megatron_lite.settings.run_options import adapter_options, model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, launch, train
@@ -146,13 +147,13 @@ def test_a_reward_model_needs_no_memory_for_logits(monkeypatch: pytest.MonkeyPat
     setup, options = plain_setup(f"{LLAMA} --finetune-data pairs.jsonl --reward-modeling")
     setup = replace(setup, config=changed(setup.config, {"vocab": 20_000}))
     rewards = replace(setup, config=scored(setup.config, "base"))
-    [needed] = stage_memory(replace(described(rewards, options), rows=2))
+    [needed] = stage_memory(replace(described(rewards, options), work=Work(rows=2)))
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: needed.total)
     memory_fit.check_fits(rewards, options, rows=2)
     with pytest.raises(UsageError, match=r"finetune base pairs.jsonl --reward-modeling --save"):
         memory_fit.check_fits(setup, options, rows=2)
     # The head for words: its weights with gradients and optimizer, and the gradient of its matrix.
-    [words] = stage_memory(replace(described(setup, options), rows=2))
+    [words] = stage_memory(replace(described(setup, options), work=Work(rows=2)))
     matrix = (described(setup, options).run.vocab_rows - 1) * setup.config.hidden
     assert words.activations - needed.activations == matrix * 4
     assert words.kept - needed.kept == matrix * 16
@@ -173,6 +174,22 @@ def test_completions_and_the_reference_model_count_as_memory(
     room = alone.kept + 8 * alone.activations + 4 * alone.parameters
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: room)
     memory_fit.check_fits(diverging, options, rows=8)
+
+
+def test_adapters_that_do_not_fit_are_refused_with_a_command_for_more_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setup, options = plain_setup(f"{LLAMA} --lora-rank 4")
+    options = replace(options, lora=adapter_options(setup.settings))
+    [needed] = stage_memory(described(setup, options))
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: needed.total)
+    memory_fit.check_fits(setup, options, rows=1)
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: needed.total - 1)
+    with pytest.raises(UsageError, match="training adapters takes about") as refusal:
+        memory_fit.check_fits(setup, options, rows=1)
+    said = str(refusal.value)
+    assert "train adapters" not in said
+    assert "finetune base DATA --lora-rank 4 --save tuned --data-parallel-sharding-strategy" in said
 
 
 def test_the_curve_falls_from_left_to_right() -> None:

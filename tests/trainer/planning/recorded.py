@@ -10,22 +10,32 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
+from megatron_lite.models import recompute
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import SWAPPED_PARTS
-from megatron_lite.models.criterion import OWN_LOSS
+from megatron_lite.models.criterion import OWN_LOSS, Criterion
+from megatron_lite.objectives.pair_loss import REFERENCE, PairLoss, Preference
 from megatron_lite.objectives.score_loss import ScoreLoss
 from megatron_lite.objectives.scored_model import SCORED
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
+from megatron_lite.planning.work import Work
 from megatron_lite.settings.batch_size import BatchSize
-from megatron_lite.settings.options import Balancing, ModelOptions, OptimizerOptions, Recompute
+from megatron_lite.settings.options import (
+    Balancing,
+    LoRA,
+    ModelOptions,
+    OptimizerOptions,
+    Recompute,
+)
 from megatron_lite.settings.sizes import Sizes
 from tests.trainer.parallel.small import MODELS as DECODERS
 from tests.trainer.parallel.small import NONE
@@ -82,6 +92,10 @@ class Planned:
     microbatches: int = 2
     encoder_stages: int = 0
     """T5: stages of the encoder's own."""
+    lora: LoRA | None = None
+    """Only adapters are trained."""
+    pairs: bool = False
+    """The two rows of a microbatch are a pair of answers (DPO)."""
     wider: int = 1
     """Times which the model is as wide."""
 
@@ -127,7 +141,7 @@ class Planned:
         options = ModelOptions(
             self.dtype, sequence_parallel=self.sequence, recompute=self.recompute, vocab_divisor=4,
             balance=self.balance, context=self.context, near=self.near,
-            dispatcher=self.dispatcher,
+            dispatcher=self.dispatcher, lora=self.lora,
         )  # fmt: skip
         optimizer = OptimizerOptions(
             self.kind,
@@ -136,13 +150,15 @@ class Planned:
             shards_parameters=self.zero > 2,
             bucket_elements=4000,
         )
-        batch = BatchSize(2 * self.microbatches * self.dp, 2 * self.microbatches * self.dp)
+        samples = (1 if self.pairs else 2) * self.microbatches * self.dp
+        batch = BatchSize(samples, samples)
+        work = Work(rows=2, head_again=True, losses=5) if self.pairs else Work()
         two_stacks = config.encoder.layers > 0
         sizes = Sizes(
-            layout=layout, dp=self.dp, batch=batch, micro_batch=2, cp=self.cp,
+            layout=layout, dp=self.dp, batch=batch, micro_batch=1 if self.pairs else 2, cp=self.cp,
             seq=SOURCE_SEQUENCE if two_stacks else SEQUENCE, decoder_seq=SEQUENCE if two_stacks else 0,
         )  # fmt: skip
-        return Described(config, sizes, options, optimizer)
+        return Described(config, sizes, options, optimizer, work)
 
     def __str__(self) -> str:
         plain = Planned()
@@ -166,10 +182,16 @@ def make_engine(planned: Planned) -> Engine:
         near=planned.near,
         experts=run.config.experts.count > 0,
     )
-    criterion = ScoreLoss() if run.config.has("scores") else OWN_LOSS
+    criterion = _criterion(planned)
     engine = Engine(run.config, grid, run.options, run.optimizer, criterion)
     init_weights(engine, 0.1, 5)
     return engine
+
+
+def _criterion(planned: Planned) -> Criterion:
+    if planned.pairs:
+        return PairLoss(Preference())
+    return ScoreLoss() if planned.config.has("scores") else OWN_LOSS
 
 
 def step(engine: Engine, planned: Planned) -> None:
@@ -186,7 +208,9 @@ def step(engine: Engine, planned: Planned) -> None:
 
 
 def _of_family(engine: Engine, rows: torch.Tensor) -> dict[str, Any]:
-    """The fields of a microbatch of a BERT, a T5 or a reward model, beside tokens and labels."""
+    """The fields of a microbatch of a BERT, a T5, a reward model or a pair, beside tokens and labels."""
+    if isinstance(engine.criterion, PairLoss):
+        return {"extras": {REFERENCE: torch.zeros(2, dtype=torch.float64)}}
     if engine.config.family == "bert":
         types, seen = torch.zeros_like(rows[:, 1:]), torch.ones_like(rows[:, 1:], dtype=torch.bool)
         return {"types": types, "visible": seen, "extras": {SWAPPED_PARTS: rows[:, 0] % 2}}
@@ -300,10 +324,20 @@ def bytes_of_a_pass(planned: Planned) -> int:
         alive.append(tensor)
         return tensor
 
+    def hooks_inside(pack: Any, unpack: Any) -> Any:
+        """The hooks of recomputation, which hide those outside: what they keep as it is counts."""
+
+        def packed(tensor: torch.Tensor) -> Any:
+            made = pack(tensor)
+            return keep(made) if isinstance(made, torch.Tensor) else made
+
+        return saved_tensors_hooks(packed, unpack)
+
     alive: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    inside = mock.patch.object(recompute, "saved_tensors_hooks", hooks_inside)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), inside:
         step(engine, replace(planned, microbatches=1))
-    for bucket in engine.buckets[0].buckets:
-        storages.pop(bucket.data.untyped_storage().data_ptr(), None)
+    for parameter in engine.chunks[0].parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
     engine.grid.close()
     return sum(storages.values())

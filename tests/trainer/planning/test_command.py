@@ -142,15 +142,98 @@ def test_one_rank_has_no_traffic(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(f"{GPT3} --tp 7".split()) == 2
     assert main(f"{GPT3} --world-size 12 --tp 8".split()) == 2
-    assert main(f"{GPT3} --dpo".split()) == 2
     assert main(f"{GPT3} --world-size 0".split()) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 4
-    assert "--world-size 0 must be 1 or more" in errors[3]
-    assert "adapters, --dpo and --grpo can't be planned yet" in errors[2]
+    assert len(errors) == 3
+    assert "--world-size 0 must be 1 or more" in errors[2]
     assert "12 processes can't be divided" in errors[1]
     with pytest.raises(UsageError, match="--vocab-size is missing"):
         describe(1, GPT3.replace("--vocab-size 50257", "").split())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--dpo", "--dpo needs --load, which is the reference model"),
+        ("--lora-alpha 3", "--lora-alpha requires --lora-rank"),
+        ("--lora-rank 4 --lora-targets rotor", "--lora-targets rotor: is no matrix of this model"),
+        ("--lora-load adapter", "give --lora-rank and --lora-targets in place of --lora-load"),
+        ("--lora-rank 4 --optimizer muon", "is for whole matrices"),
+        ("--grpo --beta 0.1", "--beta needs --load, which is the reference model"),
+        ("--grpo --max-completion-length 2048", "has no room for a prompt"),
+        ("--grpo --context-parallel-size 2", "--grpo generates one token at a time"),
+        ("--grpo --dpo", "--grpo and --dpo are two objectives"),
+    ],
+)
+def test_flags_of_objectives_and_adapters_are_refused_as_in_a_run(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = f"{GPT3} {words}".split()
+    if words == "--grpo --dpo":
+        asked += ["--load", "model"]
+    assert main(asked) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def llama_8b(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return f"--load {tmp_path} --seq-length 2048 --global-batch-size 32 --world-size 8"
+
+
+def test_adapters_of_an_8b_model_take_a_gpu_that_training_all_weights_does_not_fit(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """41,943,040 parameters at rank 16 on all linear layers, the number that peft prints."""
+    whole = planned(capsys, llama_8b)
+    lora = planned(capsys, f"{llama_8b} --lora-rank 16")
+    (full,), (adapted,) = whole["stages"], lora["stages"]
+    assert adapted["adapter_parameters"] == 41_943_040
+    assert adapted["state_bytes"] == adapted["parameters"] * 2 + 41_943_040 * 18
+    assert full["bytes"] > whole["gpu_memory"] > adapted["bytes"]
+    # A third of the products with frozen matrices is left out.
+    assert 0.6 < lora["terms"]["compute"] / whole["terms"]["compute"] < 0.75
+    assert main([*llama_8b.split(), "--lora-rank", "16"]) == 0
+    out = capsys.readouterr().out
+    assert "41,943,040 parameters of adapters" in out
+    assert "% of the 80.00 GiB of h100\n" in out
+    assert main(llama_8b.split()) == 0
+    assert "so it does not fit" in capsys.readouterr().out
+
+
+def test_a_pair_is_two_sequences_and_its_reference_is_measured_before_the_first_step(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = planned(capsys, f"{llama_8b} --dpo --lora-rank 16")
+    texts = llama_8b.replace("--global-batch-size 32", "--global-batch-size 64")
+    same = planned(capsys, f"{texts} --micro-batch-size 2 --lora-rank 16")
+    assert pairs["batch"] == same["batch"]
+    assert pairs["stages"][0]["bytes"] == same["stages"][0]["bytes"]
+    # The head is computed once more.
+    assert 1 < pairs["step_seconds"] / same["step_seconds"] < 1.1
+    # A pass without gradients takes about half of the time of a step with frozen weights.
+    assert 0.3 < pairs["reference_seconds"] / same["step_seconds"] < 0.6
+
+
+def test_a_step_of_completions_generates_measures_and_updates(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{llama_8b} --use-distributed-optimizer --grpo --num-generations 4"
+    plain = planned(capsys, words)
+    twice = planned(capsys, f"{words} --beta 0.04 --num-iterations 2")
+    (one,), (two,) = plain["stages"], twice["stages"]
+    assert one["reference_bytes"] == 0
+    assert two["reference_bytes"] == 2 * two["parameters"]
+    # 16 completions on each rank: 32 layers with 8 heads of 128 keys and values in bf16.
+    assert one["generation_bytes"] == 16 * 2048 * 32 * 2 * 8 * 128 * 2
+    assert "log-probabilities" not in plain["terms"]
+    assert twice["terms"]["generation"] == plain["terms"]["generation"] > 0
+    assert twice["terms"]["compute"] > 2 * plain["terms"]["compute"]
+    assert twice["step_seconds"] == pytest.approx(sum(twice["terms"].values()))
+    assert main([*words.split(), "--beta", "0.04"]) == 0
+    out = capsys.readouterr().out
+    assert "generation takes 4.00 GiB for 16 completions at a time" in out
+    assert "14.96 GiB of the reference model" in out
 
 
 def test_a_reward_model_has_one_score_in_place_of_logits_and_a_pair_two_sequences(

@@ -8,7 +8,7 @@ from megaconv.planning.activations import activations
 from megaconv.planning.bubble import bubble
 from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import stage_memory
-from megatron_lite.settings.options import Recompute
+from megatron_lite.settings.options import LoRA, Recompute
 from tests.trainer.parallel.worlds import World
 from tests.trainer.planning.recorded import (
     Planned,
@@ -19,6 +19,7 @@ from tests.trainer.planning.recorded import (
 )
 
 FULL = Recompute("full")
+ADAPTERS = LoRA(4, 8.0)
 STEPS = [
     Planned("qwen3", tp=2, dp=2, sequence=True, distributed=True),
     Planned("gpt2", tp=2, pp=2, recompute=FULL),
@@ -63,6 +64,20 @@ STEPS = [
     Planned("t5", tp=2, recompute=FULL),
     Planned("t5", pp=3, encoder_stages=2),
     Planned("t5", tp=2, pp=2, encoder_stages=1, distributed=True),
+    Planned("llama", tp=2, lora=ADAPTERS),
+    Planned("llama", tp=2, lora=LoRA(4, 8.0, ("q_proj", "v_proj"))),
+    Planned("qwen3", tp=2, pp=2, sequence=True, recompute=FULL, lora=ADAPTERS),
+    Planned("mixture", tp=2, dp=2, ep=2, sequence=True, distributed=True, lora=ADAPTERS),
+    Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True, lora=ADAPTERS),
+    Planned("falcon h1", tp=2, sequence=True, lora=ADAPTERS),
+    Planned("kimi", tp=2, sequence=True, lora=ADAPTERS),
+    Planned("gemma4, layer inputs", tp=2, pp=2, sequence=True, lora=ADAPTERS),
+    Planned("gpt2", pp=2, dp=2, distributed=True, zero=3, lora=ADAPTERS),
+    Planned("llama", dp=4, distributed=True, zero=3, dtype="bfloat16", lora=ADAPTERS),
+    Planned("llama, scores", tp=2, dp=2, lora=ADAPTERS),
+    Planned("llama", tp=2, pp=2, sequence=True, pairs=True),
+    Planned("qwen3", tp=2, dp=2, distributed=True, recompute=FULL, pairs=True),
+    Planned("llama", tp=2, dp=2, sequence=True, pairs=True, lora=ADAPTERS),
 ]
 
 
@@ -103,6 +118,11 @@ KEPT = [
     Planned("gpt2", pp=2, dtype="bfloat16", kind="muon", wider=4),
     Planned("qwen3", tp=2, dp=2, dtype="float32", distributed=True, kind="muon", wider=4),
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, kind="muon", wider=4),
+    Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=ADAPTERS),
+    Planned("llama", dp=4, dtype="bfloat16", distributed=True, zero=3, wider=4, lora=ADAPTERS),
+    Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4, lora=ADAPTERS),
+    Planned("llama, scores", tp=2, dtype="bfloat16", wider=4, lora=ADAPTERS),
+    Planned("gpt2", pp=2, dtype="float32", kind="sgd", wider=4, lora=ADAPTERS),
 ]
 
 

@@ -1,0 +1,57 @@
+"""The work of a step beside the passes of pretraining: pairs of answers, completions, a reference model."""
+
+from dataclasses import dataclass
+
+from megatron_lite.settings.config import Settings
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one step of an objective."""
+
+    rows: int = 1
+    """Sequences of a sample: 2 for a pair of answers, the completions of a prompt."""
+    head_again: bool = False
+    """True if each pass computes the head once more before, without gradients."""
+    losses: int = 0
+    """Losses and figures that a step reports; 0: those of the model's own head."""
+    updates: int = 1
+    """Updates of a step, each with its passes."""
+    measured: int = 0
+    """Passes without gradients of all sequences of a step: of the reference model, and of the model before its updates."""
+    measured_once: bool = False
+    """True if a reference model measures all sequences of the run once, before the first step."""
+    reference: bool = False
+    """True if the reference model is a second copy of the weights in memory."""
+    completion: int = 0
+    """Tokens of a completion that the model generates in each step; 0: none."""
+
+
+DPO_LOSSES = 5
+"""The loss, the rewards of chosen and rejected answers, their margin and the accuracy."""
+
+
+def work_of(settings: Settings) -> Work:
+    """Return the work of a run's objective."""
+    if settings.dpo.dpo:
+        return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=True)
+    if settings.grpo.grpo:
+        return _of_completions(settings)
+    return Work(rows=2 if settings.rewards.reward_modeling else 1)
+
+
+def _of_completions(settings: Settings) -> Work:
+    grpo = settings.grpo
+    has_reference, updates = grpo.beta > 0, grpo.num_iterations
+    functions = len(grpo.reward or ())
+    # The loss, the clipped share, five figures of completions (objectives/policy.py), and more if there is more to report.
+    losses = 7 + has_reference + (functions if functions > 1 else 0)
+    return Work(
+        rows=grpo.num_generations,
+        head_again=has_reference or updates > 1,
+        losses=losses,
+        updates=updates,
+        measured=has_reference + (updates > 1),
+        reference=has_reference and not settings.lora.wanted,
+        completion=grpo.max_completion_length,
+    )
