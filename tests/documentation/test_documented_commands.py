@@ -377,7 +377,8 @@ def special(page: str) -> Mapping[str, Make]:
             "Llama-3.1-405B": lambda target: write_llama(target, layers=16, kv_heads=8)
         },
         "docs/trainer-parallelism.md": {
-            "Llama-3.1-405B": lambda target: write_llama(target, layers=18, kv_heads=8)
+            "Llama-3.1-405B": lambda target: write_llama(target, layers=18, kv_heads=8),
+            "Llama-3.1-8B-Instruct": published("meta-llama/Llama-3.1-8B-Instruct"),
         },
         "docs/trainer-encoders.md": {"ckpt": core_bert},
         "docs/delta.md": {
