@@ -271,6 +271,8 @@ def test_errors_have_the_form_that_the_client_expects(serving: Serving, client: 
         ({"tools": {}}, "tools should be a list"),
         ({"tool_choice": "any"}, "tool_choice should be an object with the type auto, any"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": {}}}, "tool_choice should be an object with the type auto, any"),
+        ({"thinking": {"type": []}}, "thinking should be an object with the type enabled"),
         ({"thinking": True}, "thinking should be an object with the type enabled"),
         ({"output_config": {"effort": "low"}}, "chat template doesn't read 'reasoning_effort'"),
         ({"output_config": {"format": {"type": "xml"}}}, "should have the type json_schema"),

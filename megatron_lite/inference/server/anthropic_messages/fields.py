@@ -43,13 +43,13 @@ def read_tool_choice(value: Any) -> ToolChoice:
     """Read `tool_choice`. Raises Refused."""
     if value is None:
         return ToolChoice()
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = str(value.get("type")) if isinstance(value, dict) else ""
     if kind != "tool" and kind not in _CHOICES:
         raise Refused(
             f"tool_choice should be an object with the type auto, any, tool or none, found {value!r:.80}",
             "tool_choice",
         )
-    choice: Any = _CHOICES.get(str(kind))
+    choice: Any = _CHOICES.get(kind)
     if kind == "tool":
         choice = {"type": "function", "function": {"name": value.get("name")}}
     return ToolChoice(choice, value.get("disable_parallel_tool_use") is not True)
@@ -62,13 +62,13 @@ def read_thinking(value: Any) -> bool | None:
     """
     if value is None:
         return None
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = str(value.get("type")) if isinstance(value, dict) else ""
     if kind not in _THINKING:
         raise Refused(
             f"thinking should be an object with the type enabled, adaptive or disabled, found {value!r:.60}",
             "thinking",
         )
-    return _THINKING[str(kind)]
+    return _THINKING[kind]
 
 
 class OutputConfig(NamedTuple):
