@@ -3,15 +3,15 @@
     .metadata, __0_0.distcp ...                            either serialization format
     shard-00001-model-00001-of-00001.safetensors ...       HuggingFaceStorageWriter(save_distributed=True)
 
-Tensors have transformers' names, or torchtitan's names for Llama. torchtitan stores each head's rows of q and k as
-rotary pairs, as Meta does. The names may have a prefix from the state dict. The config.json comes from --config, from
-the checkpoint's directory, or from the `.hf_metadata` in which NeMo AutoModel stores it. Optimizer state is read if it
-is that of torch's Adam (megaconv/pytorch/stored_optimizer.py).
+Tensors have transformers' names, or torchtitan's (megaconv/pytorch/titan_rows.py). torchtitan's Llama has Meta's names,
+and stores each head's rows of q and k as rotary pairs. The names may have a prefix from the state dict. The config.json
+comes from --config, from the checkpoint's directory, or from the `.hf_metadata` in which NeMo AutoModel stores it.
+Optimizer state is read if it is that of torch's Adam (megaconv/pytorch/stored_optimizer.py).
 """
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -29,18 +29,19 @@ from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
 from megaconv.model.check import listing, well_formed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.model.naming import HF, HF_STACKED, META_ROWS, Naming
+from megaconv.model.naming import HF, HF_STACKED, META_ROWS, TITAN, Naming
 from megaconv.model.table import Row, canonical_shapes, expressible
 from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
-from megaconv.pytorch import titan_names
+from megaconv.pytorch import titan_biases, titan_names
 from megaconv.pytorch.dcp_training import GLOBAL_BATCH_SIZE, open_run
+from megaconv.pytorch.titan_rows import with_titan_names
 from megaconv.pytorch.training_state import Parameters
 
 _log = logging.getLogger("megaconv")
 
 HF_METADATA = ".hf_metadata"
-_TITAN = META_ROWS
+_TITANS = (META_ROWS, TITAN)
 _TRANSFORMERS = (HF, HF_STACKED)
 _OPTIMIZER = re.compile(r"(.*\.)?optim(izers?)?\.")
 _NOT_MODEL = re.compile(
@@ -67,6 +68,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             code="config-needed",
         )
     family, config = read_config(directory / CONFIG_NAME, own_names=options.own_names)
+    family = with_titan_names(family)
     if options.true_vocab_size not in (None, config.vocab):
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
@@ -82,16 +84,21 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     plain = {
         unwrapped(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)
     }
-    stored = {titan_names.before_03(name, plain.keys()): each for name, each in plain.items()}
+    earlier = _earlier_names(family)
+    stored = {earlier(name, plain.keys()): each for name, each in plain.items()}
     naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)
     of_model = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
     found = {name.removeprefix(prefix): tensor for name, tensor in of_model.items()}
+    if naming == TITAN and not config.experts.router_bias:
+        found = titan_biases.left_out(found, path, options.extra)
     takes = takes_megatrons(options.extra)
     run = None
     if archives is not None and options.optimizer and not config.own_names:
-        parameters = Parameters.of(family, config, (naming,) if naming == _TITAN else _TRANSFORMERS)
+        parameters = Parameters.of(
+            family, config, (naming,) if naming in _TITANS else _TRANSFORMERS
+        )
         with well_formed(str(path)):
-            name_of = _Names(found, plain, prefix).of_parameter
+            name_of = _Names(found, plain, prefix, earlier).of_parameter
             run = open_run(archives, found, parameters, name_of, config.sizes()["kv_heads"])
     slots = {} if run is None else run.slots
     config, tensors = whole_model(family, config, naming, found, str(path), slots)
@@ -107,7 +114,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         training=training,
         files=find_sidecars(directory),
         vocab_divisor=vocab_divisor(training.arguments),
-        source=f"dcp, {'torchtitan' if naming == _TITAN else 'transformers'} names",
+        source=f"dcp, {'torchtitan' if naming in _TITANS else 'transformers'} names",
         has_optimizer=any(_OPTIMIZER.match(name) for name in opened),
     )
     return OpenedSource(header, tensors)
@@ -119,6 +126,12 @@ def _description(path: Path) -> Path:
     return beside if (beside / CONFIG_NAME).is_file() else path
 
 
+def _earlier_names(family: Family) -> Callable[[str, Collection[str]], str]:
+    """The function that gives a tensor its name in this loader's tables: torchtitan's Llama is known by earlier names."""
+    has_own = any(row.spelling(TITAN) for row in family.rows)
+    return (lambda name, names: name) if has_own else titan_names.before_03
+
+
 class _Names(NamedTuple):
     """The names of a model's tensors in a checkpoint."""
 
@@ -128,21 +141,20 @@ class _Names(NamedTuple):
     """As stored, without wrappers."""
     prefix: str
     """The common prefix of the stored names."""
+    earlier: Callable[[str, Collection[str]], str]
 
     def of_parameter(self, name: str) -> str:
         """The name of a parameter of the optimizer, whose names may lack the prefix."""
-        plain = titan_names.before_03(unwrapped(name), self.stored)
+        plain = self.earlier(unwrapped(name), self.stored)
         shorter = plain.removeprefix(self.prefix)
-        return plain if plain in self.found else titan_names.before_03(shorter, self.found)
+        return plain if plain in self.found else self.earlier(shorter, self.found)
 
 
 def _spelling(
     path: Path, family: Family, stored: Mapping[str, ChunkedTensor]
 ) -> tuple[Naming, str]:
     """(naming scheme, prefix of all names), found by the name of the embedding. Raises TensorMismatch if there is none."""
-    namings = [HF]
-    if expressible(family.rows, _TITAN, family.features):
-        namings.append(_TITAN)
+    namings = [HF, *(each for each in _TITANS if expressible(family.rows, each, family.features))]
     wanted = {naming: _embedding(family.rows, naming) for naming in namings}
     for naming, embedding in wanted.items():
         complete = re.compile(rf"(^|\.){re.escape(embedding)}$")
@@ -170,6 +182,7 @@ LOADER = Loader(
     keeps_names=True,
     options={
         **GROUP_OPTIONS,
+        **titan_biases.OPTIONS,
         GLOBAL_BATCH_SIZE: "the samples of a step of the run, from which Megatron's count follows",
     },
     reads_files=False,

@@ -18,6 +18,8 @@ meta      Meta's and Mistral's own files. Llama 1 and 2 shard the embedding and 
           `rows`: Llama 3, which shards both by rows. `fused`: q, k and v in one tensor, as torchtitan's optimizer
           has them.
 gguf      llama.cpp's names, listed once for all families in gguf/names.py.
+titan     torchtitan's names of Qwen3, GPT-OSS and DeepSeek, listed once for all families in pytorch/titan_rows.py. `fused`:
+          q, k and v in one tensor, as its optimizer has them. torchtitan's Llama has Meta's order of rows (`meta`).
 trtllm    TensorRT-LLM's names, listed once for all families in trtllm/names.py.
 mlx       MLX's names, derived from transformers' names in mlx/names.py.
 """
@@ -36,6 +38,7 @@ KEYS = (
         "core_rope_last",
     ),
     *("legacy", "meta", "meta_rows", "meta_fused", "gguf", "trtllm", "mlx"),
+    *("titan", "titan_fused"),
 )
 """Keys under which a row may spell its tensors. A new naming scheme is a new key here."""
 
@@ -84,6 +87,8 @@ META_FUSED = Naming("meta", ("fused", "rows"))
 GGUF = Naming("gguf")
 TRTLLM = Naming("trtllm")
 MLX = Naming("mlx")
+TITAN = Naming("titan")
+TITAN_FUSED = Naming("titan", ("fused",))
 
 NAMINGS = (
     *(HF, HF_STACKED, HF_STACKED_TRANSPOSED),

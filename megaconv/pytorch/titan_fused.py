@@ -3,6 +3,7 @@
 A fused parameter has the rows of each key/value head together: the group's q heads, then k, then v.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,12 @@ from formats.tensor import Box, LazyTensor, Shape
 from megaconv.errors import TensorMismatch
 from megaconv.pytorch.stored_optimizer import StoredOptimizer
 
-_FUSED = ".attention.wqkv.weight"
+_FUSED = re.compile(r"(.*\.attention\.(?:qkv_linear\.)?)wqkv\.(weight|bias)")
 
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """A matrix of some rows of each group of rows of another one."""
+    """A matrix or vector of some rows of each group of rows of another one."""
 
     whole: LazyTensor
     first: int
@@ -29,8 +30,8 @@ class GroupedRows:
 
     @property
     def shape(self) -> Shape:
-        rows, columns = self.whole.shape
-        return (rows // self.period * self.count, columns)
+        rows, *columns = self.whole.shape
+        return (rows // self.period * self.count, *columns)
 
     @property
     def dtype(self) -> str:
@@ -52,7 +53,7 @@ def separated(
     stored: StoredOptimizer, weights: Mapping[str, LazyTensor], kv_heads: int
 ) -> StoredOptimizer:
     """The optimizer with the state of q, k and v apart. weights: the model's, by name. Raises TensorMismatch."""
-    fused = [name for name in stored.group_of if name.endswith(_FUSED) and name not in weights]
+    fused = [name for name in stored.group_of if _FUSED.fullmatch(name) and name not in weights]
     if not fused:
         return stored
     group_of = {
@@ -90,7 +91,7 @@ def _parts(
             code="missing-tensor",
         )
     rows = [weights[each].shape[0] for each in names]
-    expected = (sum(rows), weights[names[0]].shape[1])
+    expected = (sum(rows), *weights[names[0]].shape[1:])
     if tuple(whole.shape) != expected:
         raise TensorMismatch(
             f"{name}: its optimizer state is {list(whole.shape)}, expected {list(expected)} for {kv_heads} key/value heads"
@@ -103,5 +104,6 @@ def _parts(
 
 def _names(fused: str) -> list[str]:
     """The names of q, k and v."""
-    prefix = fused.removesuffix("wqkv.weight")
-    return [f"{prefix}{each}.weight" for each in ("wq", "wk", "wv")]
+    found = _FUSED.fullmatch(fused)
+    assert found is not None, fused
+    return [f"{found[1]}{each}.{found[2]}" for each in ("wq", "wk", "wv")]
