@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from itertools import takewhile
 from math import prod
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.objective_flags import check_objective_flags
 from megatron_lite.settings.options import LoRA
 from megatron_lite.settings.run_options import adapter_options, model_options, optimizer_options
+from megatron_lite.settings.short_form import SHARDINGS
 from megatron_lite.settings.sizes import Sizes, work_out
 
 DESCRIPTION = """\
@@ -43,13 +45,14 @@ Memory of each rank, bytes between ranks, the pipeline's bubble and the estimate
 --load PATH          a config.json, or any checkpoint that megaconv reads; without it flags describe the model
 
 All other flags are those of `megatron-lite pretrain` and `finetune`, which see; bf16 where no precision is given.
---lora-rank, --dpo, --reward-modeling and --grpo are planned too. Data and rewards are not read, so leave them out.
+MODEL DATA may come first, as in `finetune MODEL DATA`, or MODEL alone. --lora-rank, --dpo, --reward-modeling and --grpo
+are planned too. Data and rewards are not read, so give --seq-length and --global-batch-size.
 --grpo: --seq-length counts the longest prompt with --max-completion-length.
 
 example:
   megatron-lite plan --load Llama-3.1-405B --world-size 8192 --tp 8 --pp 16 --num-virtual-stages-per-pipeline-rank 8 \\
       --sequence-parallel --use-distributed-optimizer --seq-length 8192 --global-batch-size 2048
-  megatron-lite plan --load Llama-3.1-8B --world-size 8 --lora-rank 16 --dpo --seq-length 2048 --global-batch-size 64
+  megatron-lite plan Llama-3.1-8B --world-size 8 --lora-rank 16 --dpo --seq-length 2048 --global-batch-size 64
 """
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 """Dropout is left out: it adds only a mask to memory, and this trainer generates the mask again."""
@@ -92,7 +95,7 @@ def describe(world: int | None, words: list[str]) -> Described:
     """Return the run that flags of pretrain describe. Raises CheckpointError for flags that pretrain refuses too."""
     if world is not None and world < 1:
         raise UsageError(f"--world-size {world} must be 1 or more")
-    settings, _ = parse("pretrain", words)
+    settings = _settings(world, words)
     training, precision = settings.training, settings.precision
     if not (training.train_iters or training.train_samples or training.epochs):
         settings = replace(settings, training=replace(training, train_iters=1))
@@ -129,12 +132,32 @@ def _check_room(settings: Settings, sizes: Sizes) -> None:
         )
 
 
+def _settings(world: int | None, words: list[str]) -> Settings:
+    """Return the settings of flags, with MODEL and DATA of `finetune` before them. DATA is not read, and may be missing."""
+    named = list(takewhile(lambda word: not word.startswith("-"), words))
+    if len(named) > 2:
+        raise UsageError(
+            f"plan takes MODEL and DATA first, then flags; found {' '.join(named)!r} before the flags"
+        )
+    flags = words[len(named) :]
+    settings, _ = parse("pretrain", [*(("--load", named[0]) if named else ()), *flags])
+    if named and "--load" in flags:
+        raise UsageError("--load is already set by MODEL; give one of them")
+    if named and (world or 1) > 1 and not SHARDINGS & settings.given:
+        # As `finetune MODEL DATA` does.
+        parallel = replace(settings.parallel, use_distributed_optimizer=True)
+        settings = replace(settings, parallel=parallel)
+    return settings
+
+
 def _with_places(settings: Settings) -> Settings:
-    """Return the settings with names for pairs, prompts and rewards, which a plan does not read."""
+    """Return the settings with names for examples, pairs, prompts and rewards, which a plan does not read."""
     data, grpo = settings.data, settings.grpo
-    if not (settings.dpo.dpo or settings.rewards.reward_modeling or grpo.grpo):
-        return settings
-    settings = replace(settings, data=replace(data, finetune_data=data.finetune_data or ("DATA",)))
+    has_data = data.finetune_data or data.data_path or settings.tasks.task
+    of_objective = settings.dpo.dpo or settings.rewards.reward_modeling or grpo.grpo
+    if of_objective or (settings.training.epochs and not has_data):
+        named = data.finetune_data or ("DATA",)
+        settings = replace(settings, data=replace(data, finetune_data=named))
     if grpo.grpo and not grpo.reward:
         # With --reward-weights, there is a function for each weight.
         functions = ("REWARD",) * len(grpo.reward_weights or (1.0,))

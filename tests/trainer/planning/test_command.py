@@ -201,6 +201,23 @@ def test_adapters_of_an_8b_model_take_a_gpu_that_training_all_weights_does_not_f
     assert "so it does not fit" in capsys.readouterr().out
 
 
+def test_words_of_finetune_are_planned_as_they_stand(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data may be missing. Several ranks shard the optimizer's state, as in `finetune MODEL DATA`."""
+    load, flags = llama_8b.split()[1], " ".join(llama_8b.split()[2:])
+    short = planned(capsys, f"{load} chats.jsonl {flags} --epochs 3")
+    assert short == planned(capsys, f"{load} {flags}")
+    assert short == planned(capsys, f"{llama_8b} --use-distributed-optimizer")
+    recipe = planned(capsys, f"{load} --recipe llama3-8b-lora {flags}")
+    assert recipe["stages"][0]["adapter_parameters"] == 41_943_040
+    assert main(f"{load} chats.jsonl more {flags}".split()) == 2
+    assert main(f"{load} {llama_8b}".split()) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "plan takes MODEL and DATA first, then flags" in errors[0]
+    assert "--load is already set by MODEL" in errors[1]
+
+
 def test_a_pair_is_two_sequences_and_its_reference_is_measured_before_the_first_step(
     llama_8b: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
