@@ -1,7 +1,6 @@
 """/v1/messages: blocks of an answer, its events, and conversations that go on from them, by Anthropic's own client."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.server.anthropic_messages.conversation import read_conversation
 from megatron_lite.inference.server.errors import Refused
-from tests.trainer.inference.conversations import save
 from tests.trainer.inference.forced import answered_at, byte_tokenizer
-from tests.trainer.inference.serving import KEY, ForkedServing, Serving
+from tests.trainer.inference.serving import KEY, Serving
 from tests.trainer.inference.written_calls import WRITERS
 
 anthropic = pytest.importorskip("anthropic", reason="the client anthropic is not installed")
@@ -185,29 +183,15 @@ def test_other_messages_are_refused(messages: Any, system: Any, message: str) ->
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("chat")
-    save(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def serving(directory: Path) -> Iterator[Serving]:
-    running = ForkedServing(directory, "--slots", "2", "--served-model-name", "tiny")
-    yield running
-    assert running.end() == (0, "")
-
-
-@pytest.fixture(scope="module")
-def client(serving: Serving) -> Any:
-    return anthropic.Anthropic(base_url=serving.url, api_key=KEY, max_retries=0)
+def client(chat_server: Serving) -> Any:
+    return anthropic.Anthropic(base_url=chat_server.url, api_key=KEY, max_retries=0)
 
 
 @pytest.mark.oracle
-def test_anthropics_client_gets_the_answer_of_a_chat(serving: Serving, client: Any) -> None:
+def test_anthropics_client_gets_the_answer_of_a_chat(chat_server: Serving, client: Any) -> None:
     asked = {"temperature": 0, "model": "tiny", "max_tokens": 6}
     messages = [{"role": "system", "content": "b"}, *QUESTION]
-    _, chat = serving.ask("/v1/chat/completions", asked | {"messages": messages})
+    _, chat = chat_server.ask("/v1/chat/completions", asked | {"messages": messages})
     expected = chat["choices"][0]["message"]["content"]
     request: dict[str, Any] = {
         "model": "tiny", "max_tokens": 6, "system": "b", "messages": QUESTION, "extra_body": {"temperature": 0},
@@ -224,13 +208,13 @@ def test_anthropics_client_gets_the_answer_of_a_chat(serving: Serving, client: A
 
 
 @pytest.mark.oracle
-def test_calls_and_forms_can_be_demanded(client: Any, directory: Path) -> None:
+def test_calls_and_forms_can_be_demanded(client: Any, chat_model: Path) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed (extra `serve`)")
     city: dict[str, Any] = {"type": "string", "enum": ["Bonn", "Rome"]}
     schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
     strict = {**schema, "additionalProperties": False}
     tool = {"name": "weather", "description": "Get it.", "input_schema": strict}
-    spaces = HuggingFaceTokenizer(str(directory)).tokenize(" \n")
+    spaces = HuggingFaceTokenizer(str(chat_model)).tokenize(" \n")
     body = {"seed": 3, "logit_bias": {str(token): -100 for token in spaces}}
     asked: dict[str, Any] = {
         "model": "tiny", "messages": QUESTION, "max_tokens": 8000, "extra_body": body,
@@ -246,9 +230,9 @@ def test_calls_and_forms_can_be_demanded(client: Any, directory: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_errors_have_the_form_that_the_client_expects(serving: Serving, client: Any) -> None:
+def test_errors_have_the_form_that_the_client_expects(chat_server: Serving, client: Any) -> None:
     asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 6}
-    other = anthropic.Anthropic(base_url=serving.url, api_key="wrong", max_retries=0)
+    other = anthropic.Anthropic(base_url=chat_server.url, api_key="wrong", max_retries=0)
     with pytest.raises(anthropic.AuthenticationError, match="the key is missing or wrong"):
         other.messages.create(**asked)
     with pytest.raises(anthropic.NotFoundError, match="there is no model 'big'") as refused:
@@ -256,7 +240,7 @@ def test_errors_have_the_form_that_the_client_expects(serving: Serving, client: 
     assert refused.value.body["error"]["type"] == "not_found_error"
     with pytest.raises(anthropic.BadRequestError, match="max_tokens should be a whole number"):
         client.messages.create(**asked | {"max_tokens": 0})
-    bearer = anthropic.Anthropic(base_url=serving.url, auth_token=KEY, max_retries=0)
+    bearer = anthropic.Anthropic(base_url=chat_server.url, auth_token=KEY, max_retries=0)
     assert bearer.messages.create(**asked).content
 
 
@@ -283,21 +267,21 @@ def test_errors_have_the_form_that_the_client_expects(serving: Serving, client: 
     ],
 )
 def test_bad_requests_are_refused_with_a_message(
-    serving: Serving, fields: dict[str, Any], message: str
+    chat_server: Serving, fields: dict[str, Any], message: str
 ) -> None:
     body = {"model": "tiny", "messages": QUESTION, "max_tokens": 6} | fields
-    status, found = serving.ask("/v1/messages", body)
+    status, found = chat_server.ask("/v1/messages", body)
     assert status == 400
     assert (found["type"], found["error"]["type"]) == ("error", "invalid_request_error")
     assert message in found["error"]["message"]
 
 
 @pytest.mark.oracle
-def test_fields_without_effect_are_accepted(serving: Serving) -> None:
+def test_fields_without_effect_are_accepted(chat_server: Serving) -> None:
     fields = {
         "metadata": {"user_id": "a"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"}, "tools": [],
         "thinking": {"type": "enabled", "budget_tokens": 1024}, "tool_choice": {"type": "auto"}, "output_config": {},
     }  # fmt: skip
     body = {"model": "tiny", "messages": QUESTION, "max_tokens": 6} | fields
-    status, found = serving.ask("/v1/messages?beta=true", body)
+    status, found = chat_server.ask("/v1/messages?beta=true", body)
     assert status == 200, found

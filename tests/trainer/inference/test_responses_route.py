@@ -1,7 +1,6 @@
 """/v1/responses: items of an answer, its events, and conversations that go on from them, by the official client's own types."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.openai_responses.conversation import read_input
-from tests.trainer.inference.conversations import save
 from tests.trainer.inference.forced import answered_at, byte_tokenizer
-from tests.trainer.inference.serving import KEY, ForkedServing, Serving
+from tests.trainer.inference.serving import KEY, Serving
 from tests.trainer.inference.written_calls import WRITERS
 
 openai = pytest.importorskip("openai", reason="the client openai is not installed")
@@ -178,29 +176,17 @@ def test_other_input_is_refused(items: Any, message: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made: Path = tmp_path_factory.mktemp("chat")
-    save(made)
-    return made
-
-
-@pytest.fixture(scope="module")
-def serving(directory: Path) -> Iterator[Serving]:
-    running = ForkedServing(directory, "--slots", "2", "--served-model-name", "tiny")
-    yield running
-    assert running.end() == (0, "")
-
-
-@pytest.fixture(scope="module")
-def client(serving: Serving) -> Any:
-    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0)
+def client(chat_server: Serving) -> Any:
+    return openai.OpenAI(base_url=f"{chat_server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.mark.oracle
-def test_the_official_client_gets_the_answer_of_a_chat(serving: Serving, client: Any) -> None:
+def test_the_official_client_gets_the_answer_of_a_chat(chat_server: Serving, client: Any) -> None:
     asked = {"temperature": 0, "model": "tiny"}
     messages = [{"role": "system", "content": "b"}, {"role": "user", "content": "hi"}]
-    _, chat = serving.ask("/v1/chat/completions", asked | {"messages": messages, "max_tokens": 6})
+    _, chat = chat_server.ask(
+        "/v1/chat/completions", asked | {"messages": messages, "max_tokens": 6}
+    )
     expected = chat["choices"][0]["message"]["content"]
     request = asked | {"instructions": "b", "input": "hi", "max_output_tokens": 6}
     answer = client.responses.create(**request)
@@ -213,10 +199,10 @@ def test_the_official_client_gets_the_answer_of_a_chat(serving: Serving, client:
 
 
 @pytest.mark.oracle
-def test_log_probabilities_are_those_of_a_chat(serving: Serving, client: Any) -> None:
+def test_log_probabilities_are_those_of_a_chat(chat_server: Serving, client: Any) -> None:
     messages = [{"role": "user", "content": "hi"}]
     asked = {"temperature": 0, "model": "tiny", "top_logprobs": 2}
-    _, chat = serving.ask(
+    _, chat = chat_server.ask(
         "/v1/chat/completions", asked | {"messages": messages, "logprobs": True, "max_tokens": 4}
     )
     included = {"include": ["message.output_text.logprobs"], "max_output_tokens": 4}
@@ -226,7 +212,7 @@ def test_log_probabilities_are_those_of_a_chat(serving: Serving, client: Any) ->
 
 
 @pytest.mark.oracle
-def test_calls_and_forms_can_be_demanded(client: Any, directory: Path) -> None:
+def test_calls_and_forms_can_be_demanded(client: Any, chat_model: Path) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed (extra `serve`)")
     city: dict[str, Any] = {"type": "string", "enum": ["Bonn", "Rome"]}
     schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
@@ -237,7 +223,7 @@ def test_calls_and_forms_can_be_demanded(client: Any, directory: Path) -> None:
         {"type": "function", "name": "weather"},
         {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]},
     ]  # fmt: skip
-    spaces = HuggingFaceTokenizer(str(directory)).tokenize(" \n")
+    spaces = HuggingFaceTokenizer(str(chat_model)).tokenize(" \n")
     body = {"seed": 3, "logit_bias": {str(token): -100 for token in spaces}}
     asked: dict[str, Any] = {"model": "tiny", "input": "hi", "extra_body": body}
     for choice in chosen:
@@ -277,22 +263,22 @@ def test_calls_and_forms_can_be_demanded(client: Any, directory: Path) -> None:
     ],
 )
 def test_bad_requests_are_refused_with_a_message(
-    serving: Serving, fields: dict[str, Any], field: str, message: str
+    chat_server: Serving, fields: dict[str, Any], field: str, message: str
 ) -> None:
-    status, found = serving.ask("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
+    status, found = chat_server.ask("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
     assert status == 400
     assert message in found["error"]["message"]
     assert found["error"]["param"] == field
 
 
 @pytest.mark.oracle
-def test_fields_without_effect_are_accepted(serving: Serving) -> None:
+def test_fields_without_effect_are_accepted(chat_server: Serving) -> None:
     fields = {
         "metadata": {"a": "b"}, "store": True, "user": "me", "service_tier": "auto", "truncation": "disabled",
         "background": False, "reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "tools": [],
         "max_tool_calls": 3, "text": {"format": {"type": "text"}, "verbosity": "medium"}, "max_output_tokens": 2,
         "stream_options": None, "prompt_cache_key": "a", "previous_response_id": None, "parallel_tool_calls": True,
     }  # fmt: skip
-    status, found = serving.ask("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
+    status, found = chat_server.ask("/v1/responses", {"model": "tiny", "input": "hi"} | fields)
     assert status == 200, found
     assert found["store"] is False

@@ -13,16 +13,12 @@ from megatron_lite.inference.server.anthropic_messages.fields import (
     read_tool_choice,
     read_tools,
 )
+from megatron_lite.inference.server.as_chat import SHARED, as_chat
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
-from megatron_lite.inference.server.openai_requests import Wanted, chat
+from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.template_variables import FIELD, switch_of_thinking
 
-_SHARED = (
-    "model", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "stream",
-)  # fmt: skip
-"""Fields that mean the same in a chat. Some of them are not Anthropic's."""
 _NAMES = {
     "prompt": "messages",
     "response_format": "output_config",
@@ -54,7 +50,7 @@ def count_tokens(fields: Fields, opened: Opened, name: str) -> dict[str, int]:
 def _wanted(fields: Fields, opened: Opened, name: str) -> Wanted:
     choice = read_tool_choice(fields.any("tool_choice"))
     output = read_output_config(fields.any("output_config"))
-    asked = {name: fields.any(name) for name in _SHARED} | {
+    asked = {key: fields.any(key) for key in SHARED} | {
         "messages": read_conversation(fields.any("messages"), fields.any("system")),
         "stop": fields.any("stop_sequences"),
         "tools": read_tools(fields.any("tools")),
@@ -66,12 +62,7 @@ def _wanted(fields: Fields, opened: Opened, name: str) -> Wanted:
     }
     fields.any("cache_control")  # without effect: rows that begin alike are always kept
     fields.finish()
-    try:
-        return chat(Fields(asked), opened, name)
-    except Refused as refused:
-        if refused.field is not None:
-            refused.field = _NAMES.get(refused.field, refused.field)
-        raise
+    return as_chat(asked, opened, name, _NAMES)
 
 
 def _variables(fields: Fields, opened: Opened) -> Any:

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.inference.opening import Opened
+from megatron_lite.inference.server.as_chat import SHARED, as_chat
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
-from megatron_lite.inference.server.openai_requests import Wanted, chat
+from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.openai_responses.answer import ResponseForm
 from megatron_lite.inference.server.openai_responses.conversation import read_input
 from megatron_lite.inference.server.openai_responses.fields import (
@@ -17,11 +18,7 @@ from megatron_lite.inference.server.openai_responses.fields import (
     read_tools,
 )
 
-_SHARED = (
-    "model", "temperature", "top_p", "top_k", "seed", "stop", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "chat_template_kwargs", "parallel_tool_calls", "stream",
-)  # fmt: skip
-"""Fields that mean the same in a chat. Some of them are not OpenAI's."""
+_SHARED = (*SHARED, "stop", "chat_template_kwargs", "parallel_tool_calls")
 _ONLY: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
@@ -49,46 +46,56 @@ def read_response(fields: Fields, opened: Opened, name: str) -> tuple[Wanted, Re
             "previous_response_id",
             "unsupported",
         )
-    tools, choice = fields.any("tools"), fields.any("tool_choice")
-    text, effort = fields.any("text"), read_effort(fields.any("reasoning"))
-    instructions = _instructions(fields.any("instructions"))
-    most_tokens = fields.integer("max_output_tokens", None, 1, opened.model.length)
-    likeliest = read_likeliest(fields)
-    asked = {name: fields.any(name) for name in _SHARED} | {
-        "messages": read_input(fields.any("input"), instructions),
-        "tools": read_tools(tools),
-        "tool_choice": read_tool_choice(choice),
-        "max_completion_tokens": most_tokens,
-        "response_format": read_format(text),
-        "reasoning_effort": effort,
-        "logprobs": likeliest is not None,
-        "top_logprobs": likeliest,
+    repeated = {
+        "instructions": _instructions(fields.any("instructions")),
+        "max_output_tokens": fields.integer("max_output_tokens", None, 1, opened.model.length),
+        "text": fields.any("text"),
+        "tools": fields.any("tools"),
+        "tool_choice": fields.any("tool_choice"),
     }
+    asked = _chat_fields(fields, repeated)
     _finish(fields)
-    wanted = _as_chat(asked, opened, name)
-    echoed = {
-        "instructions": instructions,
-        "max_output_tokens": most_tokens,
-        "parallel_tool_calls": asked["parallel_tool_calls"] is not False,
-        "reasoning": {"effort": effort, "summary": None},
-        "temperature": wanted.sampling.temperature,
-        "text": text or {"format": {"type": "text"}},
-        "tool_choice": choice or "auto",
-        "tools": tools or [],
-        "top_logprobs": likeliest or 0,
-        "top_p": wanted.sampling.top_p,
-    }
-    return wanted, _form(wanted, opened, echoed)
-
-
-def _form(wanted: Wanted, opened: Opened, echoed: Mapping[str, Any]) -> ResponseForm:
-    return ResponseForm(
+    wanted = as_chat(asked, opened, name, _NAMES)
+    form = ResponseForm(
         model=wanted.model,
         detokenize=opened.tokenizer.detokenize,
         log_probs=wanted.log_probs is not None,
         prompt_tokens=wanted.prompt_tokens,
-        echoed=echoed,
+        echoed=_echoed(repeated, asked, wanted),
     )
+    return wanted, form
+
+
+def _chat_fields(fields: Fields, repeated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a chat."""
+    likeliest = read_likeliest(fields)
+    return {key: fields.any(key) for key in _SHARED} | {
+        "messages": read_input(fields.any("input"), repeated["instructions"]),
+        "tools": read_tools(repeated["tools"]),
+        "tool_choice": read_tool_choice(repeated["tool_choice"]),
+        "max_completion_tokens": repeated["max_output_tokens"],
+        "response_format": read_format(repeated["text"]),
+        "reasoning_effort": read_effort(fields.any("reasoning")),
+        "logprobs": likeliest is not None,
+        "top_logprobs": likeliest,
+    }
+
+
+def _echoed(
+    repeated: Mapping[str, Any], asked: Mapping[str, Any], wanted: Wanted
+) -> dict[str, Any]:
+    """Return the fields of the answer that say what was asked."""
+    return {
+        **repeated,
+        "text": repeated["text"] or {"format": {"type": "text"}},
+        "tools": repeated["tools"] or [],
+        "tool_choice": repeated["tool_choice"] or "auto",
+        "parallel_tool_calls": asked["parallel_tool_calls"] is not False,
+        "reasoning": {"effort": asked["reasoning_effort"], "summary": None},
+        "temperature": wanted.sampling.temperature,
+        "top_logprobs": asked["top_logprobs"] or 0,
+        "top_p": wanted.sampling.top_p,
+    }
 
 
 def _instructions(value: Any) -> str | None:
@@ -109,13 +116,3 @@ def _finish(fields: Fields) -> None:
     for harmless in _HARMLESS:
         fields.any(harmless)
     fields.finish()
-
-
-def _as_chat(asked: Mapping[str, Any], opened: Opened, name: str) -> Wanted:
-    """Read a request as a chat's. A refusal names the field of the response. Raises Refused."""
-    try:
-        return chat(Fields(asked), opened, name)
-    except Refused as refused:
-        if refused.field is not None:
-            refused.field = _NAMES.get(refused.field, refused.field)
-        raise
