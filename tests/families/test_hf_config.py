@@ -167,7 +167,7 @@ def test_fewer_layer_types_than_layers_are_refused() -> None:
         ("mistral", {"attention.qkv_bias": True}, "attention.qkv_bias is True"),
         ("mistral", {"mlp.bias": True}, "mlp.bias is True"),
         (
-            "mistral",
+            "mixtral",
             {"layers.window": (None, 8, None, None)},
             r"layers.window is \(None, 8, None, None\)",
         ),

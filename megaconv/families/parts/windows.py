@@ -72,6 +72,23 @@ def windows_by_layer(
     return Keys(("sliding_window", "layer_types", *pattern), read, write)
 
 
+def window_or_layers(default: int) -> Keys:
+    """One window for all layers, or none; with layer_types, a window on the layers that it names.
+
+    transformers' AutoConfig reads a Mistral with layer_types as a Ministral.
+    """
+    one, each = window(default), windows_by_layer(default, full_every=None)
+
+    def read(raw: Raw) -> Fields:
+        return each.read(raw) if "layer_types" in raw else one.read(raw)
+
+    def write(config: ModelConfig) -> Raw:
+        windowed = len(config.layers_with("window"))
+        return one.write(config) if windowed in (0, config.layer_count) else each.write(config)
+
+    return Keys(each.names, read, write)
+
+
 def rotating_windows(windows: Keys) -> Keys:
     """The keys of windows, for models in which rope rotates the layers with a window only.
 
