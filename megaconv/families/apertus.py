@@ -41,7 +41,11 @@ _SCALING = {
 _OF_PUBLISHED = {"mlp_bias": False, "post_norm": False, "qk_norm": True}
 _KEYS = (
     *decoder_keys(
-        positions=65536, ffn=14336, epsilon=1e-5, rotation=rope(1.2e7, _SCALING), tokens=(1, 2, 3)
+        positions=65536,
+        ffn=14336,
+        epsilon=1e-5,
+        rotation=rope(1.2e7, _SCALING, stated_theta=1.2e7),
+        tokens=(1, 2, 3),
     ),
     ATTENTION_BIASES,
     only_in_files(_OF_PUBLISHED),

@@ -19,9 +19,9 @@ from megaconv.families.parts.decoder_keys import (
     decoder_keys,
 )
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP
-from megaconv.families.parts.keys import Fields, Keys, Raw, flags, need_size
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size
 from megaconv.families.parts.mamba_and_mlp import HF, MAMBA_ONLY, MAMBA_SIZES, MIXERS
-from megaconv.families.parts.rope import partial_rotation
+from megaconv.families.parts.rope import partial_rotation, rope, rope_object
 from megaconv.families.parts.row_changes import in_core, respelled
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Row
@@ -82,8 +82,37 @@ def _write_layers(config: ModelConfig) -> Raw:
     return {_COUNT: config.layer_count // 2, _INDICES: attends}
 
 
+_ROPE, _PARTIAL = rope(10000.0), partial_rotation(0.5)
+_SHARE = "partial_rotary_factor"
+
+
+def _read_share(raw: Raw) -> Fields:
+    """The rotating share of each head. transformers reads it inside the rope object only, and takes 0.5 if it is missing there.
+
+    Raises NotExpressible for another share beside the object.
+    """
+    beside = raw.get(_SHARE, 0.5)
+    if beside != 0.5 and _SHARE not in rope_object(raw):
+        raise NotExpressible(
+            f"{CONFIG_NAME}: {_SHARE} {beside!r} outside of rope_parameters is not supported in this architecture: transformers takes "
+            "0.5 then; write the share into rope_parameters"
+        )
+    return _PARTIAL.read(raw)
+
+
+def _write_rope(config: ModelConfig) -> Raw:
+    written = _ROPE.write(config)
+    share = config.positions.rotary_percent
+    if share == 0.5:
+        return {**written, _SHARE: share}
+    scaling = written["rope_scaling"] or {"rope_type": "default"}
+    return {"rope_parameters": {**scaling, "rope_theta": written["rope_theta"], _SHARE: share}}
+
+
+_ROTATION = Keys(_ROPE.names, _ROPE.read, _write_rope)
 _OF_DECODERS = decoder_keys(
-    positions=262144, kv_heads=8, ffn=14336, epsilon=1e-5, partial=partial_rotation(0.5), tokens=(1, 2, 0)
+    positions=262144, kv_heads=8, ffn=14336, epsilon=1e-5, rotation=_ROTATION, partial=Keys((_SHARE,), _read_share, lambda config: {}),
+    tokens=(1, 2, 0),
 )  # fmt: skip
 _KEYS = (
     *(keys for keys in _OF_DECODERS if _COUNT not in keys.names),

@@ -31,7 +31,7 @@ from megaconv.families.parts.keys import (
     require_each_layer,
     size,
 )
-from megaconv.families.parts.rope import rope
+from megaconv.families.parts.rope import rope, rope_in_one_object
 from megaconv.families.parts.row_changes import in_core, with_shared_norm
 from megaconv.families.parts.windows import layer_types, windowed_layers
 from megaconv.model.config import ModelConfig
@@ -134,12 +134,17 @@ def _write_router(config: ModelConfig) -> Raw:
     return {**_SCORES.write(config), _SUMS: config.experts.renormalize}
 
 
-_ROPE = rope(1e4)
+_ROPE = rope_in_one_object(rope(1e4))
 
 
 def _read_rope(raw: Raw) -> Fields:
-    """Transformers' class takes rope_parameters if a file has both objects. Other classes take rope_scaling."""
-    return _ROPE.read({**raw, "rope_scaling": None} if raw.get("rope_parameters") else raw)
+    """Transformers' class reads rope_parameters and no rope_scaling. Other classes take rope_scaling first."""
+    if raw.get("rope_scaling") and not raw.get("rope_parameters"):
+        raise NotExpressible(
+            f"{CONFIG_NAME}: rope_scaling without rope_parameters is not supported in this architecture: transformers doesn't read it; "
+            "write it as rope_parameters, with rope_theta"
+        )
+    return _ROPE.read({**raw, "rope_scaling": None})
 
 
 _BODY = body_keys(

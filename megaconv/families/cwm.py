@@ -18,7 +18,7 @@ _SCALING = {
 _TOKENS = (128000, (128001, 128008, 128009), None)
 _KEYS = (
     *decoder_keys(
-        positions=131072, kv_heads=8, head_dim=128, ffn=21504, epsilon=1e-5, rotation=rope(1e6, _SCALING), tokens=_TOKENS
+        positions=131072, kv_heads=8, head_dim=128, ffn=21504, epsilon=1e-5, rotation=rope(1e6, _SCALING, stated_theta=1e6), tokens=_TOKENS
     ),
     windows_by_layer(8192, full_every=4, full_first=True),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from megaconv.families.parts.tempered_rope import (
 )
 from megaconv.families.parts.windows import window
 
-_ROPE = tempered_rope(1e6, mistral_yarn(factor=16.0, length=16384), writes_none=False)
+_ROPE = tempered_rope(1e6, mistral_yarn(factor=16.0, length=16384), stated_theta=1e4)
 _KEYS = (
     *decoder_keys(positions=262144, kv_heads=8, head_dim=128, epsilon=1e-5, rotation=_ROPE, tokens=(1, 2, 11)),
     window(None),

@@ -59,7 +59,7 @@ def _write_heads(config: ModelConfig) -> Raw:
 
 
 _HEADS = Keys((*_LATENT.names, _SHARE), _read_heads, _write_heads)
-_ROPE = tempered_rope(1e4, mistral_yarn(factor=128.0, length=8192), writes_none=True)
+_ROPE = tempered_rope(1e4, mistral_yarn(factor=128.0, length=8192), stated_theta=1e4)
 
 
 def _read_yarn(raw: Raw) -> Fields:

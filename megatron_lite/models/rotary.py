@@ -63,7 +63,7 @@ def _yarn(plain: Tensor, scaling: Mapping[str, Any], theta: float) -> Tensor:
     pairs = len(plain)
     first, last = _ramp(scaling, theta, pairs)
     # 0 up to pair `first`, 1 from pair `last` on, linear in between.
-    width = max(last - first, 0.001)
+    width = (last - first) or 0.001
     stretched = ((torch.arange(pairs) - first) / width).clamp(0, 1)
     short = plain / float(scaling["factor"])
     return plain * (1 - stretched) + short * stretched

@@ -208,6 +208,12 @@ def check_computed(config: ModelConfig) -> None:
 
 def _check_rotated(config: ModelConfig) -> None:
     """Raise NotExpressible for heads that one rope can't rotate."""
+    positions = config.positions
+    kind_of_rope = (positions.scaling or {}).get("rope_type")
+    if kind_of_rope == "proportional" and positions.rotary_percent != 1:
+        raise NotExpressible(
+            "rope scaling 'proportional' of a part of each head (partial_rotary_factor) can't be computed in this architecture yet"
+        )
     widths: dict[bool, set[int]] = {}
     for kind in config.layers:
         is_local = config.has("two_ropes") and kind.window is not None

@@ -64,6 +64,22 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
     return Keys(keys, read, write)
 
 
+def nested_layer_ropes(theta: float, local_theta: float) -> Keys:
+    """Rope of both kinds of layers, in the form of transformers 5 alone: the class reads no other keys.
+
+    theta, local_theta: the bases if rope_parameters is missing.
+    """
+    ropes = layer_ropes(theta, local_theta)
+
+    def read(raw: Raw) -> Fields:
+        return ropes.read({**length_of(raw), "rope_parameters": raw.get("rope_parameters")})
+
+    def write(config: ModelConfig) -> Raw:
+        return {"rope_parameters": ropes.write(config)["rope_parameters"]}
+
+    return Keys(("rope_parameters",), read, write)
+
+
 def partial_layer_ropes(
     full: tuple[float, float], windowed: tuple[float, float], *, missing_share: float
 ) -> Keys:

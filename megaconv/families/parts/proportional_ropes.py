@@ -40,7 +40,7 @@ def proportional_ropes(
     def read(raw: Raw) -> Fields:
         stated: Any = raw.get(_KEY) or usual
         _require_kinds(stated, needed(raw))
-        full, windowed = (dict(stated.get(kind) or {}) for kind in KINDS)
+        full, windowed = (_with_type(stated.get(kind) or {}) for kind in KINDS)
         bases = theta, local_theta
         if beside is not None:
             common = need_number(raw, _THETA, beside)
@@ -57,6 +57,11 @@ def proportional_ropes(
     return Keys(names, read, _write)
 
 
+def _with_type(stated: Raw) -> dict[str, Any]:
+    """A rope object whose kind has the newer of two names, `type` and `rope_type`."""
+    return {"rope_type": stated.get("type", "default"), **stated}
+
+
 def _require_kinds(stated: Any, needed: tuple[str, ...]) -> None:
     if not isinstance(stated, dict) or not all(
         isinstance(stated.get(kind), dict) for kind in needed
@@ -68,7 +73,7 @@ def _require_kinds(stated: Any, needed: tuple[str, ...]) -> None:
 
 def _require_types(full: Raw, windowed: Raw) -> None:
     """Raise UnknownFamily for other types of rope."""
-    kinds = full.get("rope_type", "default"), windowed.get("rope_type", "default")
+    kinds = full["rope_type"], windowed["rope_type"]
     if kinds[0] not in ("default", "proportional") or kinds[1] != "default":
         raise UnknownFamily(
             f"{CONFIG_NAME}: {_KEY} has rope of types {kinds[0]!r} and {kinds[1]!r}; supported are "
@@ -77,7 +82,7 @@ def _require_types(full: Raw, windowed: Raw) -> None:
 
 
 def _scaling(full: Raw) -> dict[str, Any] | None:
-    if full.get("rope_type", "default") == "default":
+    if full["rope_type"] == "default":
         return None
     factor = {"factor": full["factor"]} if "factor" in full else {}
     share = need_number(full, _SHARE, 1.0)

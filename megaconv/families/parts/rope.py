@@ -25,8 +25,14 @@ _SCALED_FROM_A_LENGTH = ("llama3", "yarn", "longrope")
 there."""
 
 
-def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
-    """Base and scaling of rope. theta, scaling: defaults for a config.json without them."""
+def rope(
+    theta: float, scaling: Mapping[str, Any] | None = None, *, stated_theta: float | None = None
+) -> Keys:
+    """Base and scaling of rope. theta, scaling: defaults for a config.json without them.
+
+    stated_theta: the base of a rope object without one, if the default of transformers' class is an object with a base.
+    Without an object, such a class takes that default, whatever rope_theta is.
+    """
 
     def read(raw: Raw) -> Fields:
         # Empty rope_parameters count as given; an empty rope_scaling doesn't.
@@ -35,7 +41,13 @@ def rope(theta: float, scaling: Mapping[str, Any] | None = None) -> Keys:
             and not raw.get("rope_scaling")
             and raw.get("rope_parameters") is None
         )
-        base, found = read_rope(raw, theta)
+        usual = theta if silent or stated_theta is None else stated_theta
+        base, found = read_rope(raw, usual)
+        if silent and stated_theta is not None and base > 0 and base != theta:
+            raise NotExpressible(
+                f"{CONFIG_NAME}: rope_theta {base:g} without rope_parameters is not supported in this architecture: "
+                f"transformers takes {theta:g} then; write the base and rope_type into rope_parameters"
+            )
         return {"positions.theta": base, "positions.scaling": scaling if silent else found}
 
     def write(config: ModelConfig) -> Raw:
@@ -124,6 +136,11 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[float, dict[str, Any] | N
     """(theta, scaling or None), by the keys of either version of transformers. Values inside the object take
     precedence."""
     scaling = rope_object(raw)
+    kinds = [name for name, value in scaling.items() if isinstance(value, dict)]
+    if kinds:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: rope_parameters should be the rope of all layers in this architecture, found one of {' and '.join(kinds)}"
+        )
     merged = {**raw, **scaling}
     theta = need_number(merged, "rope_theta", default_theta)
     older_kind = scaling.pop("type", None)

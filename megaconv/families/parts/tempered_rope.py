@@ -8,7 +8,7 @@ Megatron core has no such factor. It is 1 up to `original_max_position_embedding
 from collections.abc import Mapping
 from typing import Any
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_number
 from megaconv.families.parts.rope import rope, rope_object
 from megaconv.model.config import ModelConfig
@@ -37,11 +37,15 @@ def mistral_yarn(factor: float, length: int) -> dict[str, Any]:
 def _temperature(scale: float, scaling: Mapping[str, Any] | None) -> Fields:
     """The fields of the factor. A model without a length has no factor."""
     length = (scaling or {}).get(_LENGTH)
-    if not scale or type(length) is not int:
+    if not scale or length is None:
         return {"temperature.scale": 0.0}
+    if length != int(length):
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {_LENGTH} should be a number of tokens, found {length!r}"
+        )
     return {
         "temperature.scale": scale,
-        "temperature.interval": length,
+        "temperature.interval": int(length),
         "temperature.everywhere": True,
     }
 
@@ -60,12 +64,9 @@ def usual_temperature(fields: Mapping[str, Any]) -> Fields:
     return _temperature(_USUAL_BETA, fields.get("positions.scaling"))
 
 
-def tempered_rope(theta: float, scaling: Mapping[str, Any], *, writes_none: bool) -> Keys:
-    """Base and scaling of rope, and the factor. theta, scaling: defaults for a config.json without them.
-
-    writes_none: True if a model without the factor needs the key too.
-    """
-    plain_rope = rope(theta, scaling)
+def tempered_rope(theta: float, scaling: Mapping[str, Any], *, stated_theta: float) -> Keys:
+    """Base and scaling of rope, and the factor. theta, scaling, stated_theta: as in `rope`."""
+    plain_rope = rope(theta, scaling, stated_theta=stated_theta)
 
     def read(raw: Raw) -> Fields:
         found = dict(plain_rope.read(raw))
@@ -83,10 +84,10 @@ def tempered_rope(theta: float, scaling: Mapping[str, Any], *, writes_none: bool
 
     def write(config: ModelConfig) -> Raw:
         written = dict(plain_rope.write(config))
-        scale = config.temperature.scale
-        if scale or writes_none:
-            written["rope_scaling"] = {**written["rope_scaling"], _BETA: scale}
-        return written
+        # transformers computes the factor in every model, also if it is 1, and needs both of its keys.
+        length = {} if config.positions.scaling else {_LENGTH: config.max_positions}
+        beta = {_BETA: config.temperature.scale}
+        return {**written, "rope_scaling": {**written["rope_scaling"], **length, **beta}}
 
     return Keys(plain_rope.names, read, write)
 
