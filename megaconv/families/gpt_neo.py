@@ -62,6 +62,10 @@ def _read_windows(raw: Raw) -> Fields:
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: {_TYPES} has {unknown.pop()!r}; expected global or local"
         )
+    if raw.get(_LIST, kinds) != kinds:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {_LIST} contradicts {_TYPES}, from which it follows; leave {_LIST} out (transformers takes it)"
+        )
     window = need_size(raw, _WINDOW, _USUAL_WINDOW)
     each = tuple(window if kind == "local" else None for kind in kinds)
     return {"layers.window": one_or_each(each)}

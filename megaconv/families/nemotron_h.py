@@ -149,6 +149,14 @@ _ONLY = {
     },
     "n_shared_experts": 1,
 }
+_NAMES_OF_BAMBA = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
+}
+"""Further names that transformers' class reads itself."""
 
 FAMILY = Family(
     name="nemotron_h",
@@ -164,5 +172,5 @@ FAMILY = Family(
     recognized="hybrid_stack !only_mamba !rope !learned !norm_bias !zero_centered plain",
     proven="custom module",
     notices=limited_time_steps,
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={"num_local_experts": "n_routed_experts", **_NAMES_OF_BAMBA},
 )

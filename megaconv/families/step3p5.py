@@ -293,6 +293,7 @@ _FIXED = {**LLAMA_LIKE, **SIGMOID_ROUTER, "norm.zero_centered": True, "attention
 _ONLY = {
     **SILU, "attention_bias": False, "mlp_bias": False, "use_head_wise_attn_gate": True, "use_qk_norm": True, "zero_centered": True,
     "moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True, "sink": False,
+    "use_bidirectional_attention": False,
 }  # fmt: skip
 _ALIASES = {
     "num_local_experts": "n_routed_experts",

@@ -50,7 +50,7 @@ SILENT = {
     # without effect in the older architecture, which multi_query describes
     ("falcon", "num_kv_heads"),
     # written by the class, and computed anew from other keys when it reads a file
-    ("gpt_bigcode", "num_key_value_heads"), ("gpt_neo", "attention_layers"),
+    ("gpt_bigcode", "num_key_value_heads"),
     # the class has these and doesn't read them
     ("biogpt", "layer_norm_eps"),
     # without effect without shared experts, or with a softmax
@@ -187,6 +187,13 @@ READ_BY_THE_CLASS = {
     "lfm2": {"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
     "lfm2_moe": {"tie_embedding": "tie_word_embeddings"},
     "mistral_large4_text": {"num_experts": "n_routed_experts"},
+    "nemotron_h": {
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_dt_min": "time_step_min",
+        "mamba_dt_limit": "time_step_limit",
+    },
 }
 """Family -> further names that transformers' class reads itself, beside its attribute_map."""
 PUBLISHED_KEYS = ("exaone", "sarvam_mla", "sarvam_moe")
