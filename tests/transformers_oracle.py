@@ -792,6 +792,24 @@ FALCONS_H1 = {
 FALCON: dict[str, Any] = {"layer_norm_epsilon": 1e-3, **rope(5000.0)}
 DBRX_ATTENTION = {"kv_n_heads": 4, "rope_theta": 5000.0}
 DBRX_EXPERTS = {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2}
+MODERNBERT: dict[str, Any] = {"norm_eps": 1e-3, "local_attention": 2 * WINDOW}
+MODERNBERTS = {
+    "modernbert_decoder": Variant(
+        "modernbert-decoder", {**MODERNBERT, **two_ropes(rope_of(5000.0), rope_of(700.0))},
+        {"epsilon": {"norm_eps": 1e-5}, "one less": {"local_attention": 2 * WINDOW - 2, "sliding_window": WINDOW - 1},
+         "windows elsewhere": windows(LAYERS - 1), "one base": two_ropes(rope_of(5000.0), rope_of(5000.0)),
+         "other base": two_ropes(rope_of(700.0), rope_of(700.0)), "activation": {"hidden_activation": "gelu_pytorch_tanh"},
+         "before the head": {"classifier_activation": "gelu_pytorch_tanh"}},
+    ),
+    "modernbert_decoder, biases": Variant(
+        "modernbert-decoder",
+        {**MODERNBERT, "attention_bias": True, "mlp_bias": True, "norm_bias": True, "tie_word_embeddings": False,
+         **windows(LAYERS // 2), **two_ropes(rope_of(5000.0), rope_of(700.0))},
+    ),
+    "modernbert_decoder, no biases": Variant(
+        "modernbert-decoder", {**MODERNBERT, "decoder_bias": False, **two_ropes(rope_of(700.0), rope_of(700.0))},
+    ),
+}  # fmt: skip
 BEYOND_MEGATRON = {
     **GEMMAS_4,
     **LFMS_3,
@@ -799,6 +817,7 @@ BEYOND_MEGATRON = {
     **APERTUS,
     **KIMIS,
     **FALCONS_H1,
+    **MODERNBERTS,
     "granite": Variant(
         "granite", {name: value for name, value in GRANITE.items() if name != "shared_intermediate_size"},
         {"embedding": {"embedding_multiplier": 11.0}, "logits": {"logits_scaling": 4.0}, "residual": {"residual_multiplier": 0.5},
@@ -1044,7 +1063,6 @@ MAMBA_1: dict[str, Any] = {
     "intermediate_size": 96, "state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-3,
     "tie_word_embeddings": False,
 }  # fmt: skip
-MODERNBERT: dict[str, Any] = {"norm_eps": 1e-3, "local_attention": 2 * WINDOW}
 ZAMBA2: dict[str, Any] = {
     "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"], "num_mem_blocks": 2, "adapter_rank": 6, "mamba_d_state": 5,
     "mamba_ngroups": 2, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
@@ -1060,6 +1078,7 @@ CONVERTED = {
     **APERTUS,
     **KIMIS,
     **FALCONS_H1,
+    **MODERNBERTS,
     "glm_moe_dsa, shared indexers": Variant(
         "glm_moe_dsa",
         {**LATENT, **INDEXER, "n_group": 1, "topk_group": 1, "indexer_types": ["full", "shared", "full", "shared"]},
@@ -1088,21 +1107,6 @@ CONVERTED = {
     ),
     "zamba2, without adapters of attention": Variant(
         "zamba2", {**ZAMBA2, "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"]},
-    ),
-    "modernbert_decoder": Variant(
-        "modernbert-decoder", {**MODERNBERT, **two_ropes(rope_of(5000.0), rope_of(700.0))},
-        {"epsilon": {"norm_eps": 1e-5}, "one less": {"local_attention": 2 * WINDOW - 2, "sliding_window": WINDOW - 1},
-         "windows elsewhere": windows(LAYERS - 1), "one base": two_ropes(rope_of(5000.0), rope_of(5000.0)),
-         "other base": two_ropes(rope_of(700.0), rope_of(700.0)), "activation": {"hidden_activation": "gelu_pytorch_tanh"},
-         "before the head": {"classifier_activation": "gelu_pytorch_tanh"}},
-    ),
-    "modernbert_decoder, biases": Variant(
-        "modernbert-decoder",
-        {**MODERNBERT, "attention_bias": True, "mlp_bias": True, "norm_bias": True, "tie_word_embeddings": False,
-         **windows(LAYERS // 2), **two_ropes(rope_of(5000.0), rope_of(700.0))},
-    ),
-    "modernbert_decoder, no biases": Variant(
-        "modernbert-decoder", {**MODERNBERT, "decoder_bias": False, **two_ropes(rope_of(700.0), rope_of(700.0))},
     ),
     "jamba": Variant(
         "jamba",

@@ -4,8 +4,8 @@
     lm_head.{dense, norm}, decoder    the matrix and the norm before the head, and the head
 
 Layer 0 has no norm before attention, because the norm of the embedding comes before it. Megatron core has no such layer:
-these models are converted between Hugging Face's files. Source: ModernBertDecoderConfig and modeling_modernbert_decoder.py of
-transformers 5.24.
+these models are converted between Hugging Face's files, and trained; core's names are those of the trainer's checkpoints.
+Source: ModernBertDecoderConfig and modeling_modernbert_decoder.py of transformers 5.24.
 """
 
 from dataclasses import replace
@@ -23,8 +23,9 @@ from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, flags, need_size
 from megaconv.families.parts.layer_ropes import layer_ropes, length_of
 from megaconv.families.parts.row_changes import (
-    hf_only,
+    in_core,
     respelled,
+    with_head_bias,
     with_modules,
     with_optional_norm_biases,
     without_rows,
@@ -47,17 +48,26 @@ _FUSED = {
     f"layers.{{l}}.mlp.{{gate|up}}.{kind}": {"hf": Fused(f"model.layers.{{l}}.mlp.Wi.{kind}")}
     for kind in ("weight", "bias")
 }
-_EMBEDDING = replace(EMBEDDING, copies=(Copied("head", {"hf": ("decoder.weight",)}),))
+_COPY = Copied("head", {"hf": ("decoder.weight",), "core": ("output_layer.weight",)})
+_EMBEDDING = replace(EMBEDDING, copies=(_COPY,))
 _INPUT_NORM, *_PROJECTIONS = without_rows(ATTENTION, "layers.{l}.attn.{q|k}_norm.weight")
 _LAYERS = (replace(_INPUT_NORM, when="later_layer"), *_PROJECTIONS, *MLP)
-_NAMED = with_modules(respelled((_EMBEDDING, *_LAYERS, *HEAD), _FUSED), _MODULES)
-_OWN = (
-    Row("embed_norm.weight", ("hidden",), stage="first", hf="model.embeddings.norm.weight"),
-    Row("head_projection.weight", ("hidden hidden",), stage="last", hf="lm_head.dense.weight"),
-    Row("head_norm.weight", ("hidden",), stage="last", hf="lm_head.norm.weight"),
-    Row("head.bias", ("vocab",), tp=0, stage="last", when="head_bias", padded_vocab=True, hf="decoder.bias"),
+_EMBED_NORM = Row(
+    "embed_norm.weight", ("hidden",), stage="first",
+    hf="model.embeddings.norm.weight",
+    core="embedding.norm.weight",
 )  # fmt: skip
-ROWS = hf_only(with_optional_norm_biases((*_NAMED, *_OWN)))
+_BEFORE_HEAD = (
+    Row("head_projection.weight", ("hidden hidden",), stage="last",
+        hf="lm_head.dense.weight",
+        core="head_projection.dense.weight"),
+    Row("head_norm.weight", ("hidden",), stage="last",
+        hf="lm_head.norm.weight",
+        core="head_projection.norm.weight"),
+)  # fmt: skip
+_SPELLED = respelled(with_head_bias((_EMBEDDING, *_LAYERS, *HEAD)), _FUSED)
+*_BODY, _HEAD, _BIAS = with_modules(_SPELLED, _MODULES)
+ROWS = in_core(with_optional_norm_biases((*_BODY, _EMBED_NORM, *_BEFORE_HEAD, _HEAD, _BIAS)))
 
 _HEADS = multi_head("num_attention_heads", "hidden_size")
 

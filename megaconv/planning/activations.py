@@ -10,7 +10,7 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
                 h once more for each, and f / etp of them; rows of padding count too
     cross       h + h + q (of queries) + q (output), and for each token of the encoder k and v
     head        h twice, and once the gradient of its matrix; the same and a layer more for each further predicted token;
-                three h more for BERT's transform
+                three h more for BERT's transform, or a projection before the head
     inputs      of layers, each w wide: 2 h + 3 w in a layer; w for each layer that follows a stage's first one, twice in the first stage
 
 If only adapters are trained, the input of a frozen matrix is kept only where it has an adapter, or where tensor ranks
@@ -100,7 +100,8 @@ def head_elements(run: Run) -> float:
     # The gradient of the head's matrix.
     matrix = 0.0 if run.head_is_frozen else run.logit_columns * config.hidden
     of_head = 2 * width * run.tokens + matrix
-    found = of_head + (3 * width * run.tokens if config.has("transform") else 0.0)
+    transforms = config.has("transform") or config.has("head_projection")
+    found = of_head + (3 * width * run.tokens if transforms else 0.0)
     if config.mtp_layers:
         inside = sum(layer_elements(run, kind) for kind in predicting_kinds(config))
         of_mtp_layer = (inside + 3 * width) * run.tokens

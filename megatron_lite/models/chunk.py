@@ -14,6 +14,7 @@ from megaconv.model.layout import Chunk
 from megatron_lite.models import recompute
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.ends import Embedding, Head, tied_embedding
+from megatron_lite.models.head_projection import HeadProjection
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.layer_inputs import LayerInputs
 from megatron_lite.models.mtp import Predictions
@@ -89,6 +90,8 @@ class ModelChunk(Network):
         self.decoder = self.make_decoder(plan, chunk)
         self.mtp = Predictions(plan) if predicts else None
         shares = plan.config.tie_embeddings and embeds
+        projects = chunk.is_last and plan.config.has("head_projection")
+        self.head_projection = HeadProjection(plan) if projects else None
         self.output_layer: Head | ScoreHead | None = None
         if chunk.is_last:
             has_scores = plan.config.has("scores")
@@ -107,9 +110,8 @@ class ModelChunk(Network):
     def units(self) -> Iterator[nn.Module]:
         of_start = self.embedding, self.layer_inputs
         yield from (module for module in (*of_start, *self.decoder.layers) if module is not None)
-        yield from (
-            module for module in (self.decoder.last_norm, self.output_layer) if module is not None
-        )
+        of_end = self.decoder.last_norm, self.head_projection, self.output_layer
+        yield from (module for module in of_end if module is not None)
         yield from self.mtp.layers if self.mtp is not None else ()
 
     def shared(self) -> Iterator[nn.Module]:
@@ -124,13 +126,15 @@ class ModelChunk(Network):
     def forward(self, taken: Payload, run: Pass) -> Payload:
         """Run the stage. taken: output of the previous stage.
 
-        On the last stage, the result is (activations after the final norm,).
+        On the last stage, the result is (the head's input,): activations after the final norm, and after the projection behind
+        it if the model has one.
         """
         if self.is_first:
             assert self.embedding is not None
             taken = (self.embedding(run),)
         (x,) = taken
-        return (self.decoder(x, run),)
+        x = self.decoder(x, run)
+        return (x if self.head_projection is None else self.head_projection(x),)
 
     def loss(self, given: Payload, run: Pass) -> tuple[Tensor, Mapping[str, Counted]]:
         """See Network.loss. Without gradients, the losses of further tokens are not computed."""

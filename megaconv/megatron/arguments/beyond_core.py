@@ -26,6 +26,7 @@ OF_THE_TRAINER = (
     *("expert_norms", "layer_inputs", "window_sinks", "value_width", "value_scale"),
     *("two_rotations", "parts_left_out", "xielu", "head_gate", "softplus_gate", "kda_layers"),
     *("limits", "side_by_side", "gate_bias", "depth_residuals"),
+    *("skipped_norm", "head_projection"),
 )
 """Features that no software of Megatron loads from a checkpoint. The trainer's checkpoints have them in a config.json."""
 QK_NORM_WIDTH = "megaconv_qk_norm_width"

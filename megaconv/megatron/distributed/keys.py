@@ -170,7 +170,7 @@ def stacks_layers(config: ModelConfig) -> bool:
     alike = alike and not config.has("retrieval") and not config.attention.o_bias_last
     mixed = (
         *("linear_layers", "kda_layers", "convolution_layers", "side_by_side", "hybrid_stack"),
-        *("layers_differ", "shared_kv", "keys_as_values"),
+        *("layers_differ", "shared_kv", "keys_as_values", "skipped_norm"),
     )
     return alike and not any(config.has(feature) for feature in mixed)
 

@@ -83,7 +83,8 @@ class SelfAttention(nn.Module):
         self.keys_are_values = plan.kind(self.layer).keys_as_values
         self.widths = self._widths(attention)
         rows = self.kv_heads * sum(self.widths.values())
-        self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias)
+        normed = plan.config.norm.skips_first and self.layer == 0
+        self.linear_qkv = input_matrix(plan, rows, bias=attention.qkv_bias, normed=normed)
         self.value_scale = attention.value_scale
         self.norm_of_values = plan.norm_of_values
         self.q_layernorm = self._norm(plan, heads) if attention.qk_norm else None

@@ -80,6 +80,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "modernbert_decoder": (
+        "modernbert-decoder",
+        {
+            "local_attention": 12,
+            "pad_token_id": 0,
+            "sliding_window": 6,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "tie_word_embeddings": True,
+        },
+    ),
     "beam": (
         "beam",
         {

@@ -22,6 +22,7 @@ MODELS = (
     "apertus, biases",
     "beam",
     "dbrx",
+    "modernbert_decoder",
     "openai_gpt",
 )
 """ALiBi, sines, other sets of biases, or other routers."""
@@ -37,7 +38,15 @@ def test_a_run_that_learns_nothing_goes_back_to_the_same_files(name: str, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["bloom", "xglm", "gpt_neox_japanese", "kolibri1", "cohere2_moe, sigmoid"]
+    "name",
+    [
+        "bloom",
+        "xglm",
+        "gpt_neox_japanese",
+        "kolibri1",
+        "cohere2_moe, sigmoid",
+        "modernbert_decoder",
+    ],
 )
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     name: str, tmp_path: Path

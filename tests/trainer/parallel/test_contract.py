@@ -246,6 +246,11 @@ FEATURES = {
         replace(MODELS["qwen3"], family="lfm2_moe"),
         {**EXPERTS, "convolution.width": 3, "layers.mixer": ("convolution", "attention") * 2, "layers.mlp": ("dense",) + ("experts",) * 3},
     ),
+    "modernbert_decoder": changed(
+        replace(MODELS["qwen3"], family="modernbert_decoder"),
+        {**own_fields("modernbert_decoder"), "attention.kv_heads": 4, "attention.qk_norm": False, "norm.bias": False,
+         "layers.window": (None, 5, 5, None), "positions.local_theta": 700.0, "head.projection": "gelu", "head.bias": True},
+    ),
     "mamba2": MODELS["mamba"],
     "nemotron_h": MODELS["hybrid"],
     "qwen3_5": MODELS["delta nets"],

@@ -169,6 +169,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("laguna", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("step3p5", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("lfm3", Layout(2, 1, stage_layers=(LAYERS,))),
+        ("modernbert_decoder, biases", Layout(2, 2, stage_layers=(1, 3))),
         pytest.param("lfm3", Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param(OF_LAYER_INPUTS, Layout(2, 2, stage_layers=(1, 3)), marks=pytest.mark.slow),
         pytest.param(
