@@ -170,6 +170,32 @@ def test_names_of_megatron_bridge_are_enough_beside_the_originals_config_json(
     )
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "glm4v_moe"])
+def test_transformers_loads_what_is_made_of_another_programs_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    """The form of the experts and the prefix of the encoder follow from the kind of the model alone."""
+    from transformers import AutoModelForMultimodalLM
+
+    create(MODELS[name], tmp_path / "hf")
+    megaconv.convert(tmp_path / "hf", tmp_path / "core", saver="core")
+    other = without_our_names(tmp_path / "core", tmp_path / "other")
+    megaconv.convert(other, tmp_path / "back", saver="hf", config=tmp_path / "hf")
+    sides = [
+        AutoModelForMultimodalLM.from_pretrained(tmp_path / side, output_loading_info=True)
+        for side in ("hf", "back")
+    ]
+    for keys in ("missing_keys", "unexpected_keys"):
+        assert not sides[1][1][keys]
+    expected, found = (model.state_dict() for model, _ in sides)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    prefixes = [
+        {key.split(".blocks.")[0] for key in load_file(tmp_path / side / "model.safetensors") if ".blocks." in key}
+        for side in ("hf", "back")
+    ]  # fmt: skip
+    assert prefixes[0] == prefixes[1] == {"model.visual"}
+
+
 @pytest.mark.slow
 def test_the_layer_for_multi_token_prediction_is_of_the_language_model(tmp_path: Path) -> None:
     """Qwen 3.5's files have it outside `model.language_model.`."""

@@ -18,6 +18,7 @@ from megaconv.families.parts.towers import IN_FILES, TOWERS
 from megaconv.model.beside import BESIDE, TOWER, Beside, Whole
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
+from megaconv.model.naming import HF_STACKED_TRANSPOSED
 from megaconv.model.table import Row
 
 Renamed = tuple[tuple[str, str], ...]
@@ -38,12 +39,15 @@ _MODEL = "model."
 _AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
     "gemma3": (INSIDE[1], RENAMED["gemma3"]),
     "qwen2_5_vl": (("", ""), ()),
-    "glm4v_moe": (INSIDE[2], (("visual.", "visual."),)),
+    "glm4v_moe": (INSIDE[2], (("model.visual.", "visual."),)),
     "kimi_k25": (INSIDE[1], ()),
     "mistral3": (INSIDE[1], ()),
     "qwen2_audio": (INSIDE[1], ()),
     **dict.fromkeys(TOWERS, (INSIDE[2], ())),
 }
+_EXPERTS: Mapping[str, tuple[str, ...]] = {"qwen3_vl_moe": HF_STACKED_TRANSPOSED.variants}
+"""model_type -> the form of the experts in the published files, and the only one that transformers reads. Those of all
+other models are separate, or in the form of the language model's family."""
 
 NAMED_AS_IN_BRIDGE = tuple(_AS_BRIDGE_HAS_THEM)
 """model_type of models whose tensors outside the language model have Megatron-Bridge's names. Those of all other models
@@ -112,7 +116,7 @@ def whole_in_megatron(
         )
     if recorded is None:
         (begin, inside), renamed = _AS_BRIDGE_HAS_THEM[kind]
-        recorded = Whole(whole.config, begin, inside, renamed=renamed)
+        recorded = Whole(whole.config, begin, inside, _EXPERTS.get(kind, ()), renamed)
     found = replace(recorded, config=whole.config)
     if kind in TOWERS and any(name.startswith(TOWER) for name in tensors):
         found = _with_tower(found, kind)
