@@ -69,10 +69,13 @@ class _Module(types.ModuleType):
 
 
 class _Replacing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, *replaced: str) -> None:
+        self.replaced = replaced
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        replaced = any(name == each or name.startswith(f"{each}.") for each in REPLACED)
+        replaced = any(name == each or name.startswith(f"{each}.") for each in self.replaced)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if replaced else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
@@ -82,19 +85,37 @@ class _Replacing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def import_bridge() -> None:
-    """Core first, so that what it makes of packages that are missing isn't changed by their replacements."""
+def import_bridge(*, engine: bool = False) -> None:
+    """Core first, so that what it makes of packages that are missing isn't changed by their replacements.
+
+    engine: core finds the stand-in for Transformer Engine (engine_on_cpu.py), and builds its layers.
+    """
+    if engine:
+        _import_engine()
     for name in (
         "extensions.transformer_engine",
         "transformer.transformer_block",
         "models.gpt.gpt_layer_specs",
     ):
         importlib.import_module(f"megatron.core.{name}")
-    sys.meta_path.append(_Replacing())
+    sys.meta_path.append(_Replacing(*REPLACED))
     importlib.import_module("megatron.bridge.training.model_load_save")
     importlib.import_module(
         "megatron.bridge.peft.utils"
-    ).HAVE_TE = False  # it asks whether names are there, not what they are
+    ).HAVE_TE = engine  # it asks whether names are there, not what they are
+
+
+def _import_engine() -> None:
+    """Megatron core finds Transformer Engine's layers, and nothing else of it that does anything."""
+    from tests.engine_on_cpu import PARTS, VERSION
+
+    sys.meta_path.append(_Replacing("transformer_engine"))
+    package = importlib.import_module("transformer_engine")
+    package.__version__ = VERSION  # type: ignore[attr-defined]
+    for name, contents in PARTS.items():
+        module = importlib.import_module(f"transformer_engine.{name}")
+        for each in contents:
+            setattr(module, each.__name__, each)
 
 
 def answer(checkpoint: Path, tokens: Path, logits: Path) -> dict[str, Any]:

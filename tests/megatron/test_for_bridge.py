@@ -1,5 +1,7 @@
 """`--option for=megatron-bridge`: what stands in the files. Whether Bridge loads them: tests/megatron/test_bridge_loads.py."""
 
+import json
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from megaconv.model.layout import Layout
 from tests.config_models import configs
 from tests.conftest import FIXTURES
 from tests.families.test_families import write_model
+from tests.families.test_language_models_inside import MODELS, create
 from tests.megatron.test_megatron_args import arguments
 from tests.runs import assert_refused, run
 
@@ -81,6 +84,53 @@ def test_a_model_that_needs_a_provider_of_its_own_is_refused_by_what_it_has(
 ) -> None:
     with pytest.raises(NotExpressible, match=f"{what}.*by other providers"):
         megaconv.convert(write_model(tmp_path / "hf", family), tmp_path / "out", **FOR_BRIDGE)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL with the activation that Bridge's encoder has."""
+    directory = tmp_path_factory.mktemp("seeing") / "hf"
+    create(MODELS["qwen3_vl"], directory, {"hidden_act": "gelu_pytorch_tanh"})
+    return directory
+
+
+def test_a_multimodal_model_names_its_provider_its_encoder_and_its_tokens(
+    seeing: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(seeing, tmp_path / "out", **FOR_BRIDGE)
+    model = yaml.safe_load((tmp_path / "out" / VERSION / "run_config.yaml").read_text())["model"]
+    assert model["_target_"].endswith("qwen3_vl_provider.Qwen3VLModelProvider")
+    assert (model["position_embedding_type"], model["mrope_section"]) == ("mrope", [1, 1, 2])
+    raw = json.loads((seeing / "config.json").read_text())
+    encoder = model["vision_config"]
+    assert encoder.pop("_target_").endswith("configuration_qwen3_vl.Qwen3VLVisionConfig")
+    assert encoder == raw["vision_config"]
+    assert model["image_token_id"] == raw["image_token_id"]
+    assert model["eos_token_id"] == raw["text_config"]["eos_token_id"]
+
+
+def test_an_encoder_that_bridge_would_compute_otherwise_is_refused(
+    seeing: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(seeing, tmp_path / "silu")
+    file = tmp_path / "silu/config.json"
+    file.write_text(file.read_text().replace("gelu_pytorch_tanh", "silu"))
+    with pytest.raises(NotExpressible, match=r"hidden_act is 'silu'.*gelu_pytorch_tanh alone"):
+        megaconv.convert(tmp_path / "silu", tmp_path / "out", **FOR_BRIDGE)
+    with pytest.raises(NotExpressible, match=r"--transformer-impl local.*layers alone"):
+        megaconv.convert(seeing, tmp_path / "out", transformer_impl="local", **FOR_BRIDGE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_multimodal_model_whose_provider_is_not_written_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
+    create(MODELS["gemma3"], tmp_path / "hf")
+    with pytest.raises(
+        NotExpressible, match=r"Gemma3ForConditionalGeneration: .*known: qwen2_5_vl"
+    ):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", **FOR_BRIDGE)
     assert not (tmp_path / "out").exists()
 
 

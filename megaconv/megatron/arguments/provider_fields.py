@@ -18,6 +18,8 @@ from megaconv.errors import NotExpressible
 from megaconv.megatron.arguments.provider import RENAMED, provider_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import YARN, YARN_TRUNCATE, has_yarn
+from megaconv.megatron.arguments.whole import without_images
+from megaconv.megatron.arguments.whole_provider import whole_fields
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.layout import Layout
@@ -151,10 +153,16 @@ _NOT_BUILT = {
 def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dict[str, Any]:
     """The `model:` section of a run_config.yaml as plain values. args: the arguments that are written for Megatron-LM.
 
-    Raises NotExpressible, which names the feature, for a model that Bridge's general providers can't build.
+    Raises NotExpressible, which names the feature, for a model that Bridge's general providers can't build, and for a
+    multimodal model of another kind than PROVIDERS has.
     """
+    of_whole = whole_fields(config.whole, args) if config.whole else {}
+    return _language_model(config, layout, without_images(args)) | of_whole
+
+
+def _language_model(config: ModelConfig, layout: Layout, args: Namespace) -> dict[str, Any]:
+    """The fields of a model without encoders, or of the language model inside. Raises NotExpressible."""
     lacking = [what for feature, what in _NOT_BUILT.items() if config.has(feature)]
-    lacking += ["vision or audio encoders"] if config.whole else []
     if lacking:
         raise NotExpressible(
             f"the model has {', '.join(lacking)}: Megatron-Bridge builds such models by other providers, which are not written"
@@ -174,6 +182,7 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
         "transformer_layer_spec": _layers(args),
         "num_moe_experts": config.experts.count or None,
         "num_query_groups": config.attention.kv_heads,
+        "mtp_num_layers": config.mtp_layers or None,
         "share_embeddings_and_output_weights": config.tie_embeddings,
         "should_pad_vocab": True,
         "params_dtype": _named(f"torch.{config.dtype}"),
