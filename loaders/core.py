@@ -19,6 +19,7 @@ from megaconv.megatron.arguments.sparse import (
     ROPE_LAST,
     reads_rope_last,
 )
+from megaconv.megatron.arguments.swift import with_config_beside
 from megaconv.megatron.distributed.adapter_settings import OPTION as LORA_ALPHA
 from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
 from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
@@ -48,6 +49,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         if options.config is not None:
             require_agreement_beside(files.version, options.config)
         source, ckpt_format = open_dist(files, options), files.backend
+        options = with_config_beside(files.version, source.args, options)
     else:
         source = open_ranks(path, options, legacy=False)
     names = [name for chunks in source.ranks.weights.values() for chunk in chunks for name in chunk]

@@ -18,6 +18,7 @@ from formats import pickle_guard, torch_zip
 from formats.pickle_records import Opaque
 from formats.pickle_writer import dumps
 from formats.tensor import FileTensor, StridedTensor, read_tensor
+from tests import swift_arguments
 from tests.conftest import FIXTURES
 
 ITERATION = "iter_0000010"
@@ -166,6 +167,40 @@ def write_nemo(target: Path, fixture: str, prefix: str = "module.", **changed: A
     return target
 
 
+_OF_SWIFT = {
+    "swift_version": "4.6.0",
+    "model": "a/b",
+    "model_dir": "/models/b",
+    "model_info": {"model_type": "llama"},
+    "tuner_type": "full",
+    "torch_dtype": "float32",
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "consumed_train_samples": 80,
+}
+
+
+def write_swift(
+    target: Path,
+    fixture: str = "dist-llama-tp2pp2",
+    *,
+    exported: Path | None = None,
+    **changed: Any,
+) -> Path:
+    """The args that ms-swift's save_mcore_checkpoint stores: a namespace of plain values.
+
+    exported: a Hugging Face directory whose config.json lies beside. changed: arguments with other values or new.
+    """
+    defaults = json.loads(swift_arguments.FILE.read_text())
+    args = Namespace(**{**defaults, **_OF_SWIFT, **changed})
+    _copy_without_args(fixture, target / ITERATION, args=args)
+    (target / "args.json").write_text(json.dumps(vars(args)))
+    (target / "latest_checkpointed_iteration.txt").write_text("10")
+    if exported is not None:
+        shutil.copy(exported / "config.json", target)
+    return target
+
+
 def write_automodel(model: Path, target: Path) -> None:
     """The weights of a run of NeMo AutoModel, whose writer is torch's HuggingFaceStorageWriter(save_distributed=True).
 
@@ -187,7 +222,11 @@ def _copy_without_args(fixture: str, version: Path, **more: Any) -> Path:
     state = torch_zip.read(version / "common.pt")
     assert isinstance(state, dict)
     torch.save(
-        {name: _plain(value) for name, value in (state | more).items() if name != "args"},
+        {
+            name: _plain(value)
+            for name, value in ({**state, "args": None} | more).items()
+            if value is not None
+        },
         version / "common.pt",
     )
     return version

@@ -24,7 +24,7 @@ from tests.documented_commands import (
 )
 from tests.families.test_families import write_model
 from tests.models import write_llama
-from tests.neighbours import write_automodel, write_bridge, write_nemo
+from tests.neighbours import write_automodel, write_bridge, write_nemo, write_swift
 from tests.runs import run
 
 NOT_RUN = {
@@ -291,6 +291,13 @@ def write_mlx_adapter(target: Path) -> None:
 METRICS = lines({"iteration": 1, "loss": 2.5}, {"iteration": 2, "loss": 2.25})
 
 
+def swift(target: Path) -> None:
+    """A run of ms-swift, with the config.json of the same model beside."""
+    model = target.parent / f"{target.name}-model"
+    megaconv.convert(FIXTURES / "dist-llama-tp2pp2", model, saver="hf")
+    write_swift(target, exported=model)
+
+
 def usual(llama: Path) -> dict[str, Make]:
     """The files and directories that commands of any page name -> how to make a small one."""
     llamas = (
@@ -337,6 +344,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "global_step_100/critic/dist_ckpt": critic(llama),
         "global_step_100/critic/huggingface": copy_of(llama),
         "checkpoints/epoch_0_step_99/model": partial(write_automodel, llama),
+        "output/checkpoint-100": swift,
         "results/checkpoints": lambda target: write_bridge(target, "dist-llama-tp2pp2"),
         "nemo/llama3-8b": lambda target: write_nemo(target, "dist-llama-tp2pp2"),
     }

@@ -9,6 +9,7 @@ from megaconv.errors import UnknownFamily
 from megaconv.megatron.arguments.encoder import sees_both_ways
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
+from megaconv.megatron.arguments.swift import OF_RUN, is_of_swift
 from megaconv.model.check import listing
 
 _log = logging.getLogger("megaconv")
@@ -31,13 +32,18 @@ def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool =
                 f"the checkpoint's {name} is {value!r:.100} ({limit.computes}), which no supported model family has; "
                 f"expected {_expected(limit)}"
             )
+    of_swift = is_of_swift(args)
+    known = _KNOWN | OF_RUN if of_swift else _KNOWN
     unknown = sorted(
-        name for name, value in vars(args).items() if name not in _KNOWN and not _is_off(value)
+        name for name, value in vars(args).items() if name not in known and not _is_off(value)
     )
     if unknown:
         _log.warning(
-            "the checkpoint's args have %s, which no known release of Megatron has; their effect on the model is not converted",
+            "the checkpoint's args have %s, %s; their effect on the model is not converted",
             listing(unknown),
+            "which may change ms-swift's model beyond its config.json"
+            if of_swift
+            else "which no known release of Megatron has",
         )
 
 
