@@ -308,6 +308,19 @@ def test_a_language_model_that_is_no_longer_what_the_config_json_describes_is_re
     assert_refused(outcome, 2, "positions.theta is 77.0", "Qwen2_5_VLForConditionalGeneration")
 
 
+def test_positions_of_another_models_images_are_refused(qwen: Path, tmp_path: Path) -> None:
+    """The sections of mrope don't change a text's positions, but those of an image."""
+    other = tmp_path / "other"
+    shutil.copytree(qwen / "hf", other)
+    config = json.loads((other / "config.json").read_text())
+    ropes = config["text_config"]["rope_parameters"]
+    assert ropes["mrope_section"] == [1, 1, 2]
+    ropes["mrope_section"] = [2, 1, 1]
+    (other / "config.json").write_text(json.dumps(config))
+    outcome = run("convert", qwen / "core", tmp_path / "out", "--saver", "hf", "--config", other)
+    assert_refused(outcome, 3, "its mrope_section is [1, 1, 2], that of", "is [2, 1, 1]")
+
+
 def test_a_plain_model_with_text_only_is_refused(tmp_path: Path) -> None:
     megaconv.convert(write_llama(tmp_path / "hf"), tmp_path / "core", saver="core")
     outcome = run("convert", tmp_path / "core", tmp_path / "out", "--saver", "hf", "--text-only")

@@ -58,15 +58,25 @@ def read_whole(whole: Whole, tensors: Mapping[str, Shape], args: Namespace, wher
             f"{where}: holds a language model alone, and the config.json is of {named(whole.config)}; give --text-only, "
             "and --base to put it back into the original's files"
         )
-    section, stated = getattr(args, "mrope_section", None), mrope_section(whole.config)
-    if section is not None and list(section) != stated:
-        raise TensorMismatch(
-            f"{where}: its mrope_section is {section!r:.60}, that of {named(whole.config)} is {stated}; config.json is of another model"
-        )
     given = getattr(args, HF_NAMES, None)
+    if given is not None:
+        _check_sections(whole, args, where)
     with well_formed(f"{where}: {HF_NAMES}"):
         recorded = None if given is None else _recorded(whole.config, given)
     return whole_in_megatron(whole, tensors, recorded, where)
+
+
+def _check_sections(whole: Whole, args: Namespace, where: str) -> None:
+    """Raise TensorMismatch if megaconv wrote a checkpoint from a model whose images have other positions.
+
+    Arguments of other programs say less: Megatron-Bridge's are often the defaults of its providers.
+    """
+    section, stated = getattr(args, "mrope_section", None), mrope_section(whole.config)
+    if section is not None and list(section) != stated:
+        raise TensorMismatch(
+            f"{where}: its mrope_section is {section!r:.60}, that of {named(whole.config)} is {stated}; pass --config with "
+            "the original's directory"
+        )
 
 
 def without_images(args: Namespace) -> Namespace:

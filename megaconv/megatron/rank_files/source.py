@@ -10,8 +10,8 @@ from formats import rank_files
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor, Shape
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
-from megaconv.errors import NotExpressible, UnknownFormat, UsageError
-from megaconv.families import family, is_multimodal, read_config
+from megaconv.errors import NotExpressible, UnknownFormat
+from megaconv.families import family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import refuse_optimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
@@ -27,7 +27,6 @@ from megaconv.megatron.arguments.sizes import (
     require_gate,
 )
 from megaconv.megatron.arguments.tokenizer import NamedTokenizer, named_tokenizer
-from megaconv.megatron.arguments.whole import read_whole, refuse_unknown_beside, without_images
 from megaconv.megatron.optimizer.shared_embeddings import shared_names
 from megaconv.megatron.optimizer.source import (
     Optimizers,
@@ -40,6 +39,12 @@ from megaconv.megatron.optimizer.source import (
 )
 from megaconv.megatron.optimizer.training_output import ENCODER_STAGES
 from megaconv.megatron.rank_files.configuration import are_ids, configure, vocabulary_size
+from megaconv.megatron.rank_files.multimodal import (
+    Beside,
+    beside_of,
+    require_multimodal,
+    with_whole,
+)
 from megaconv.megatron.states.early_gpt2 import arguments as early_arguments
 from megaconv.megatron.states.early_gpt2 import is_early
 from megaconv.megatron.states.hybrid_form import is_of_pairs, ranks_as_gpt, read_as_gpt
@@ -141,7 +146,12 @@ def open_model(
     by_args: True if the files aren't sharded as the run was; the run's layout is then taken from its args.
     Raises CheckpointError for a checkpoint that is incomplete, contradicts itself, or is of no known family.
     """
-    source, beside = _without_images(source, options)
+    beside = beside_of(source.ranks, source.args)
+    source = replace(
+        source,
+        ranks=replace(source.ranks, beside={}) if options.text_only else source.ranks,
+        args=beside.args_of_text,
+    )
     sidecars = options.config or (source.listing.directory.parent / SIDECAR_DIRECTORY)
     names = with_stacks(spellings.size_tensors, source.ranks)
     model = _describe(source, beside, options, names, sidecars, spellings, by_args=by_args)
@@ -189,7 +199,7 @@ class _Model:
 
 def _describe(
     source: RankSource,
-    beside: Mapping[str, Shape],
+    beside: Beside,
     options: LoadOptions,
     names: SizeTensors,
     sidecars: Path,
@@ -197,7 +207,7 @@ def _describe(
     *,
     by_args: bool,
 ) -> _Model:
-    """beside: shapes of the tensors beside the language model, by name. names: the tensors that show sizes."""
+    """names: the tensors that show sizes."""
     ranks, args = source.ranks, source.args
     with well_formed(_first_file(source)):
         layout = find_layout(ranks, args, names)
@@ -212,7 +222,10 @@ def _describe(
         legacy=spellings.naming == LEGACY,
         text_only=options.text_only,
     )
-    config = _with_beside(config, beside, source, sidecars, options)
+    if options.text_only:
+        require_multimodal(beside, sidecars, _first_file(source))
+    else:
+        config = with_whole(config, beside, _first_file(source))
     if config.experts.count:
         with well_formed("the experts' shapes"):
             etp = expert_tensor_parallel_size(ranks, config.experts.ffn, config.experts.count)
@@ -277,44 +290,6 @@ def _with_optimizer(
 
 def _first_file(source: RankSource) -> str:
     return source.ranks.files[min(source.ranks.files)]
-
-
-def _without_images(
-    source: RankSource, options: LoadOptions
-) -> tuple[RankSource, dict[str, Shape]]:
-    """(the source with its language model's args, shapes of the tensors beside the language model by name).
-
-    With --text-only, the source loses these tensors.
-    """
-    ranks = source.ranks
-    held = ranks.beside.get(min(ranks.states), {})
-    beside = {name: tuple(tensor.shape) for name, tensor in held.items()}
-    if options.text_only:
-        ranks = replace(ranks, beside={})
-    args = without_images(source.args) if beside else source.args
-    return replace(source, ranks=ranks, args=args), beside
-
-
-def _with_beside(
-    config: ModelConfig,
-    beside: Mapping[str, Shape],
-    source: RankSource,
-    sidecars: Path,
-    options: LoadOptions,
-) -> ModelConfig:
-    """The model's configuration as a part of the multimodal model in the checkpoint.
-
-    Raises UsageError if that model isn't known.
-    """
-    where = _first_file(source)
-    if options.text_only:
-        if not beside and not is_multimodal(sidecars):
-            raise UsageError(f"--text-only: {where}: holds a language model alone; leave it out")
-        return config
-    if config.whole is None:
-        refuse_unknown_beside(beside, where)
-        return config
-    return replace(config, whole=read_whole(config.whole, beside, source.args, where))
 
 
 def _training(source: RankSource) -> TrainingState:
