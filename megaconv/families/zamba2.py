@@ -67,7 +67,7 @@ _BLOCKS = (
 _OUT = Row(_OWN + "out.weight", ("hidden hidden",), when="block", hf=_HF + "linear.weight")
 _FINAL_NORM = HEAD[0].renamed(hf="model.final_layernorm.weight")
 _SHARED = (*(replace(row, copies=(Copied("uses"),)) for row in _BLOCKS), _OUT)
-ROWS = hf_only((EMBEDDING, *_SHARED, *_MIXERS, _FINAL_NORM))
+ROWS = hf_only((EMBEDDING, *_SHARED, *_MIXERS, _FINAL_NORM, HEAD[1]))
 
 _COUNT, _TYPES, _WITH_BLOCKS = "num_hidden_layers", "layers_block_type", "hybrid_layer_ids"
 _HIDDEN, _HEADS, _KV_HEADS = "hidden_size", "num_attention_heads", "num_key_value_heads"

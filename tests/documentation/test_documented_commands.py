@@ -58,6 +58,9 @@ NOT_RUN = {
         r"verify .*--forward",
     ),
     "writes into the home directory": (r"~/",),
+    "needs a checkpoint of Megatron-Bridge; tests/megatron/test_bridge_multimodal.py makes some": (
+        r"^megaconv convert bridge-run ",
+    ),
     "needs a Llama 3.1 or a Mixtral of MaxText; tests/loaders/test_orbax.py makes their arrays": (
         r"--load-dir checkpoints/7 ",
     ),

@@ -151,3 +151,18 @@ def test_a_config_that_no_zamba_2_has_is_refused_with_its_key(
 ) -> None:
     with pytest.raises(CheckpointError, match=words):
         family("zamba2").read_hf(MIDDLE | keys)
+
+
+@pytest.mark.oracle
+def test_a_classifier_goes_through_dcp_and_back(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification as Classifier
+
+    create(CONVERTED["zamba2"], tmp_path / "hf", Classifier, num_labels=3)
+    megaconv.convert(tmp_path / "hf", tmp_path / "dcp", saver="dcp")
+    megaconv.convert(tmp_path / "dcp", tmp_path / "back", saver="hf", config=tmp_path / "hf")
+    tokens = torch.arange(1, 13)[None]
+    first, second = (
+        Classifier.from_pretrained(tmp_path / name)(tokens).logits for name in ("hf", "back")
+    )
+    assert first.shape == (1, 3)
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
