@@ -177,6 +177,13 @@ def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:
         help="choose among the likeliest that make up this probability (1)",
     )
     add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="choose among tokens with this share of the likeliest one's probability (0)",
+    )
+    add(
         "--repetition-penalty",
         type=float,
         default=1.0,

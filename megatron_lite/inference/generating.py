@@ -31,7 +31,12 @@ BLOCK_TURNS = 64
 def sampling_of(given: argparse.Namespace) -> Sampling:
     """Return the sampling options. Raises UsageError."""
     return Sampling(
-        given.temperature, given.top_k, given.top_p, given.repetition_penalty, given.seed
+        given.temperature,
+        given.top_k,
+        given.top_p,
+        given.repetition_penalty,
+        given.seed,
+        min_p=given.min_p,
     )
 
 

@@ -33,9 +33,11 @@ from megatron_lite.inference.adapters import (
     read_adapters,
 )
 from megatron_lite.inference.drafting_model import DraftingModel
+from megatron_lite.inference.generation_config import sampling_of_generation
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.inference.quantizing import check_quantize, load_quantized
+from megatron_lite.inference.sampling import PLAIN, Sampling
 from megatron_lite.inference.slots import LanguageModel
 from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.trainable import refuse_encoders
@@ -68,6 +70,8 @@ class Opened:
     """The store in which ranks record the first failure (processes/failure.py); None in a single process."""
     adapters: tuple[str, ...] = ()
     """Names of the adapters 1, 2 and so on."""
+    sampling: Sampling = PLAIN
+    """The sampling of generation_config.json."""
     retrieving: LanguageModel | None = None
     """The same model with neighbors of chunks, which answers instead of `model`."""
 
@@ -138,9 +142,13 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
         raise UsageError(f"--slots {given.slots} must be 1 or more")
     found = open_engine(given, parallel, place)
     names = () if found.adapters is None else found.adapters.names
-    stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, found.start.files))
+    files = found.start.files
+    stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, files))
+    sampling = all_or_none(lambda: sampling_of_generation(files))
     model = _model(given, found)
-    return Opened(model, found.config, found.tokenizer, stops, given.load, place.store, names)
+    return Opened(
+        model, found.config, found.tokenizer, stops, given.load, place.store, names, sampling
+    )
 
 
 def _model(given: argparse.Namespace, found: OpenedEngine) -> EngineModel:

@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from formats.ceilings import CONFIG_BYTES
-from formats.errors import CorruptCheckpoint
-from formats.regular_files import read_json
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.harmony import harmony_marks
@@ -14,8 +11,7 @@ from megatron_lite.data.harmony_messages import with_descriptions
 from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
-
-GENERATION = "generation_config.json"
+from megatron_lite.inference.generation_config import eos_of_generation
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -103,22 +99,3 @@ def stop_ids(
     if marks is not None:
         found = (found | marks.stops) - {marks.end}
     return frozenset(found)
-
-
-def eos_of_generation(files: Mapping[str, Path]) -> list[int]:
-    """Return the stop tokens of the checkpoint's generation_config.json. Raises CorruptCheckpoint."""
-    path = files.get(GENERATION)
-    if path is None:
-        return []
-    found = read_json(path, CONFIG_BYTES)
-    if not isinstance(found, dict):
-        raise CorruptCheckpoint(f"{path}: is not a JSON object")
-    ids = found.get("eos_token_id")
-    if ids is None:
-        return []
-    several = ids if isinstance(ids, list) else [ids]
-    if not all(type(token) is int for token in several):
-        raise CorruptCheckpoint(
-            f"{path}: eos_token_id should be a token's id, or a list of them, found {ids!r:.60}"
-        )
-    return several

@@ -3,6 +3,7 @@
 A draw depends only on the request's seed and the token's position. Other requests in the batch don't change it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Sampling:
     """Subtracted from a token's logit once for each time that it was generated before."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Added to the logits of these tokens. -100 forbids a token."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the likeliest token's probability; 0: all."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for values out of range."""
@@ -42,6 +45,7 @@ class Sampling:
             ),
             (self.top_k < 0, f"top_k {self.top_k} must be 0 or more"),
             (not 0 < self.top_p <= 1, f"top_p {self.top_p} must be above 0 and at most 1"),
+            (not 0 <= self.min_p <= 1, f"min_p {self.min_p} must be from 0 to 1"),
             (
                 not self.repetition_penalty > 0,
                 f"repetition_penalty {self.repetition_penalty} must be above 0",
@@ -88,6 +92,8 @@ def choose(
         logits = keep_top_k(logits, sampling.top_k)
     if sampling.top_p < 1:
         logits = keep_top_p(logits, sampling.top_p)
+    if sampling.min_p:
+        logits = keep_min_p(logits, sampling.min_p)
     generator = torch.Generator().manual_seed(mix(sampling.seed, len(row)))
     return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
 
@@ -118,6 +124,12 @@ def biased(logits: Tensor, bias: Sequence[tuple[int, float]]) -> Tensor:
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """[..., vocabulary]: set all logits except the k highest to -inf. Logits equal to the k-th stay too."""
     least = logits.topk(min(k, logits.shape[-1]), -1).values[..., -1:]
+    return logits.masked_fill(logits < least, -torch.inf)
+
+
+def keep_min_p(logits: Tensor, share: float) -> Tensor:
+    """[..., vocabulary]: remove tokens with less than this share of the likeliest token's probability."""
+    least = logits.amax(-1, keepdim=True) + math.log(share)
     return logits.masked_fill(logits < least, -torch.inf)
 
 

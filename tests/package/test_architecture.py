@@ -78,6 +78,7 @@ ROOMS = {
             "megatron_lite.inference.cache",
             "megatron_lite.inference.drafting_model",
             "megatron_lite.inference.free_slots",
+            "megatron_lite.inference.generation_config",
             "megatron_lite.inference.grammar",
             "megatron_lite.inference.harmony",
             "megatron_lite.inference.model",

@@ -63,6 +63,12 @@ def parser() -> Parser:
         help=f"form of the model's calls of tools: {', '.join(NAMES)} (auto: as its chat template writes them)",
     )
     add(
+        "--sampling-defaults",
+        choices=("model", "openai"),
+        default="model",
+        help="sampling of requests that state none: that of generation_config.json, or temperature 1 as OpenAI (model)",
+    )
+    add(
         "--access-log",
         action="store_true",
         help="one line on stderr for each request: time, client, method, path, status, seconds",

@@ -9,7 +9,7 @@ from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_requests import Wanted, chat
 
 SHARED = (
-    "model", "stream", "temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "logit_bias",
 )  # fmt: skip
 """Fields that mean the same in all routes. Some of them belong to no protocol."""

@@ -5,13 +5,17 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 from megaconv.errors import UsageError
 from megaconv.extras import install
 from megatron_lite.inference.commands.serve import KEY
+from megatron_lite.inference.generation_config import GENERATION
 from megatron_lite.inference.opening import Opened, run
+from megatron_lite.inference.sampling import PLAIN, Sampling
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE
+from megatron_lite.inference.server.model_card import stated_sampling
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import report
 
@@ -83,6 +87,8 @@ def _serve(
     def failed(error: BaseException) -> None:
         launch.leave(report(error, "rank 0 (which serves)", opened.store))
 
+    if given.sampling_defaults == "openai":
+        opened = replace(opened, sampling=PLAIN)
     name = given.served_model_name or opened.name
     if name in opened.adapters:
         raise UsageError(
@@ -103,11 +109,20 @@ def _serve(
     # Listen before printing the address, so that clients can connect at once.
     bound.listen(config.backlog)
     _announce(name, opened, host, port, is_open=key is None and local_name is None)
+    _announce_sampling(opened.sampling)
     # uvicorn raises the signal that ended it again, after it has shut down.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
     uvicorn.Server(config).run(sockets=[bound])
     worker.stop()
+
+
+def _announce_sampling(sampling: Sampling) -> None:
+    """Print the sampling of requests that state none, if it isn't OpenAI's."""
+    stated = stated_sampling(sampling)
+    if stated:
+        shown = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+        print(f"sampling of {GENERATION} unless a request states its own: {shown}", flush=True)
 
 
 def _announce(name: str, opened: Opened, host: str, port: int, *, is_open: bool) -> None:

@@ -161,13 +161,16 @@ def _shared(
         fields.any("response_format"), opened, harmony=harmony is not None
     )
     seed = fields.integer("seed", None, -(1 << 63), (1 << 63) - 1)
+    usual = opened.sampling
     sampling = Sampling(
-        fields.number("temperature", 1.0, 0, 100), fields.integer("top_k", 0, 0, opened.config.vocab),
-        max(fields.number("top_p", 1.0, 0, 1), _SMALLEST_TOP_P), fields.number("repetition_penalty", 1.0, 1e-3, 1e3),
+        fields.number("temperature", usual.temperature, 0, 100), fields.integer("top_k", usual.top_k, 0, opened.config.vocab),
+        max(fields.number("top_p", usual.top_p, 0, 1), _SMALLEST_TOP_P),
+        fields.number("repetition_penalty", usual.repetition_penalty, 1e-3, 1e3),
         secrets.randbits(62) if seed is None else seed,
         fields.number("presence_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
         fields.number("frequency_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
         read_logit_bias(fields.any("logit_bias"), opened.config.vocab),
+        fields.number("min_p", usual.min_p, 0, 1),
     )  # fmt: skip
     stop, stream = fields.words("stop", MOST_STOPS), fields.boolean("stream")
     usage = _stream_options(fields.any("stream_options"), stream=stream)

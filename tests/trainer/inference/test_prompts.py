@@ -12,7 +12,6 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from megatron_lite.inference.prompts import eos_of_generation
 
 WORDS = Path(__file__).parents[2] / "fixtures" / "gguf-qwen2-bpe" / "hf"
 
@@ -26,23 +25,6 @@ def test_a_template_that_does_not_end_is_stopped() -> None:
         bounded(template.render, 0.2)
     time.sleep(0.3)  # nothing comes behind
     assert bounded(sandbox.ImmutableSandboxedEnvironment().from_string("{{ 1 + 1 }}").render) == "2"
-
-
-@pytest.mark.parametrize(
-    "text", ["[]", "{", '{"eos_token_id": "2"}', '{"eos_token_id": [1, null]}', " " * (5 << 20)]
-)
-def test_a_configuration_of_generation_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "generation_config.json"
-    path.write_text(text)
-    with pytest.raises(CorruptCheckpoint, match=str(path)):
-        eos_of_generation({path.name: path})
-
-
-def test_ids_that_end_a_text_are_read_from_the_configuration_of_generation(tmp_path: Path) -> None:
-    path = tmp_path / "generation_config.json"
-    path.write_text('{"eos_token_id": [2, 5]}')
-    assert eos_of_generation({path.name: path}) == [2, 5]
-    assert eos_of_generation({}) == []
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])

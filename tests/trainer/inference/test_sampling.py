@@ -12,6 +12,7 @@ from megatron_lite.inference.sampling import (
     Sampling,
     choose,
     discourage,
+    keep_min_p,
     keep_top_k,
     keep_top_p,
     likelihood,
@@ -30,6 +31,7 @@ def logits(seed: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_processors_are_those_of_transformers(seed: int) -> None:
     from transformers.generation.logits_process import (
+        MinPLogitsWarper,
         RepetitionPenaltyLogitsProcessor,
         TopKLogitsWarper,
         TopPLogitsWarper,
@@ -45,6 +47,7 @@ def test_processors_are_those_of_transformers(seed: int) -> None:
         torch.testing.assert_close(keep_top_k(scores, k), TopKLogitsWarper(k)(ids, scores))
     for p in (0.1, 0.5, 0.9, 0.999):
         torch.testing.assert_close(keep_top_p(scores, p), TopPLogitsWarper(p)(ids, scores))
+        torch.testing.assert_close(keep_min_p(scores, p), MinPLogitsWarper(p)(ids, scores))
 
 
 def test_filters_are_those_of_megatron() -> None:
@@ -105,7 +108,11 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"repetition_penalty": 0}]
+    "settings",
+    [
+        {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": -0.1},
+        {"min_p": 1.1}, {"repetition_penalty": 0},
+    ],
 )  # fmt: skip
 def test_impossible_sampling_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):

@@ -21,6 +21,7 @@ const loadModels = async () => {
     at("model").replaceChildren();
     for (const each of models) make("option", at("model"), each.id).value = each.id;
     showModel();
+    for (const [name, value] of Object.entries(models[0].meta.sampling)) if (at(name)) at(name).value = value;
     complain("");
   } catch (error) {
     at("settings").open = true;
@@ -28,7 +29,7 @@ const loadModels = async () => {
   }
 };
 const showModel = () => {
-  const model = models.find(each => each.id === at("model").value) ?? models[0], { chat, ...facts } = model.meta;
+  const model = models.find(each => each.id === at("model").value) ?? models[0], { chat, sampling, ...facts } = model.meta;
   at("title").textContent = document.title = model.id;
   at("facts").replaceChildren();
   const rows = { ...facts, "longest row, tokens": model.max_model_len.toLocaleString("en"), "chat template": chat ? "yes" : "none" };
