@@ -1,6 +1,6 @@
 """Requests of other routes, as requests of a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lite.inference.opening import Opened
@@ -28,3 +28,16 @@ def as_chat(
         if refused.field is not None:
             refused.field = names.get(refused.field, refused.field)
         raise
+
+
+def read_tools(described: Any, as_function: Callable[[Any, int], dict[str, Any]]) -> list[Any]:
+    """Return tools in the form of a chat, in which a function is an object of its own. Raises Refused.
+
+    as_function: (tool, its number) -> the function.
+    """
+    if described is None:
+        return []
+    if not isinstance(described, list):
+        raise Refused(f"tools should be a list, found {described!r:.60}", "tools")
+    functions = (as_function(tool, number) for number, tool in enumerate(described))
+    return [{"type": "function", "function": function} for function in functions]

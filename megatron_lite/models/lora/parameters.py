@@ -22,15 +22,19 @@ def adapter_parameters(
     path: str, shares: Sequence[Share], sharding: Sharding, rank: int
 ) -> Iterator[tuple[NativeTensor, Kind]]:
     """Yield A [rank, in] and B [out, rank] of each module's share. path: of the matrix in the chunk."""
+    kind_of_a, kind_of_b = sharding.value
     for share in shares:
-        place = f"{path}.adapter.pairs.{share.module.key}"
-        a = (Region(Box(0, rank, *share.columns), 0),)
-        b, row = [], 0
-        for run in share.rows:
-            b.append(Region(Box(run.whole, run.whole + run.size, 0, rank), row))
-            row += run.size
-        of_a = ("lora_a", "lora_A", a, (rank, share.width))
-        of_b = ("lora_b", "lora_B", tuple(b), (share.out, rank))
-        for kind, (name, end, regions, shape) in zip(sharding.value, (of_a, of_b), strict=True):
-            parts = {f"{share.module.name}.{end}.weight": regions}
-            yield NativeTensor(f"{place}.{name}", parts, shape, kind.copied), kind
+        place, module = f"{path}.adapter.pairs.{share.module.key}", share.module.name
+        a = {f"{module}.lora_A.weight": (Region(Box(0, rank, *share.columns), 0),)}
+        b = {f"{module}.lora_B.weight": _regions_of_b(share, rank)}
+        yield NativeTensor(f"{place}.lora_a", a, (rank, share.width), kind_of_a.copied), kind_of_a
+        yield NativeTensor(f"{place}.lora_b", b, (share.out, rank), kind_of_b.copied), kind_of_b
+
+
+def _regions_of_b(share: Share, rank: int) -> tuple[Region, ...]:
+    """Return the rows of the module's B that a share has."""
+    regions, row = [], 0
+    for run in share.rows:
+        regions.append(Region(Box(run.whole, run.whole + run.size, 0, rank), row))
+        row += run.size
+    return tuple(regions)

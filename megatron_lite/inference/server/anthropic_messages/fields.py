@@ -17,16 +17,8 @@ class ToolChoice(NamedTuple):
     parallel: bool = True
 
 
-def read_tools(described: Any) -> list[dict[str, Any]]:
-    """Return the tools in the form of a chat. Raises Refused."""
-    if described is None:
-        return []
-    if not isinstance(described, list):
-        raise Refused(f"tools should be a list, found {described!r:.60}", "tools")
-    return [_tool(tool, number) for number, tool in enumerate(described)]
-
-
-def _tool(tool: Any, number: int) -> dict[str, Any]:
+def as_function(tool: Any, number: int) -> dict[str, Any]:
+    """Return the function of a tool, as a chat has it. Raises Refused."""
     kind = tool.get("type") or "custom" if isinstance(tool, dict) else None
     if kind != "custom" or not isinstance(tool.get("name"), str):
         raise Refused(
@@ -36,7 +28,7 @@ def _tool(tool: Any, number: int) -> dict[str, Any]:
     function = {"name": tool["name"], "parameters": tool.get("input_schema")}
     if "description" in tool:
         function["description"] = tool["description"]
-    return {"type": "function", "function": function}
+    return function
 
 
 def read_tool_choice(value: Any) -> ToolChoice:

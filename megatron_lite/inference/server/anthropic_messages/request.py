@@ -8,12 +8,12 @@ from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server.anthropic_messages.answer import MessageForm
 from megatron_lite.inference.server.anthropic_messages.conversation import read_conversation
 from megatron_lite.inference.server.anthropic_messages.fields import (
+    as_function,
     read_output_config,
     read_thinking,
     read_tool_choice,
-    read_tools,
 )
-from megatron_lite.inference.server.as_chat import SHARED, as_chat
+from megatron_lite.inference.server.as_chat import SHARED, as_chat, read_tools
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_requests import Wanted
@@ -53,7 +53,7 @@ def _wanted(fields: Fields, opened: Opened, name: str) -> Wanted:
     asked = {key: fields.any(key) for key in SHARED} | {
         "messages": read_conversation(fields.any("messages"), fields.any("system")),
         "stop": fields.any("stop_sequences"),
-        "tools": read_tools(fields.any("tools")),
+        "tools": read_tools(fields.any("tools"), as_function),
         "tool_choice": choice.choice,
         "parallel_tool_calls": choice.parallel,
         "response_format": output.form,

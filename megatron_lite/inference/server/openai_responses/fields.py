@@ -12,23 +12,15 @@ _INCLUDED = (_LOG_PROBS, "reasoning.encrypted_content")
 """Values of `include`. Thinking is never encrypted, so the second one has no effect."""
 
 
-def read_tools(described: Any) -> list[dict[str, Any]]:
-    """Return the tools in the form of a chat, in which a function is an object of its own. Raises Refused."""
-    if described is None:
-        return []
-    if not isinstance(described, list):
-        raise Refused(f"tools should be a list, found {described!r:.60}", "tools")
-    return [_tool(tool, number) for number, tool in enumerate(described)]
-
-
-def _tool(tool: Any, number: int) -> dict[str, Any]:
+def as_function(tool: Any, number: int) -> dict[str, Any]:
+    """Return the function of a tool, as a chat has it. Raises Refused."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind != "function" or not isinstance(tool.get("name"), str):
         raise Refused(
             f"tool {number} should have the type function and a name, found {tool!r:.80}", "tools"
         )
     known = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {key: tool[key] for key in known if key in tool}}
+    return {key: tool[key] for key in known if key in tool}
 
 
 def read_tool_choice(choice: Any) -> Any:

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.inference.opening import Opened
-from megatron_lite.inference.server.as_chat import SHARED, as_chat
+from megatron_lite.inference.server.as_chat import SHARED, as_chat, read_tools
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.openai_responses.answer import ResponseForm
 from megatron_lite.inference.server.openai_responses.conversation import read_input
 from megatron_lite.inference.server.openai_responses.fields import (
+    as_function,
     read_effort,
     read_format,
     read_likeliest,
     read_tool_choice,
-    read_tools,
 )
 
 _SHARED = (*SHARED, "stop", "chat_template_kwargs", "parallel_tool_calls")
@@ -71,7 +71,7 @@ def _chat_fields(fields: Fields, repeated: Mapping[str, Any]) -> dict[str, Any]:
     likeliest = read_likeliest(fields)
     return {key: fields.any(key) for key in _SHARED} | {
         "messages": read_input(fields.any("input"), repeated["instructions"]),
-        "tools": read_tools(repeated["tools"]),
+        "tools": read_tools(repeated["tools"], as_function),
         "tool_choice": read_tool_choice(repeated["tool_choice"]),
         "max_completion_tokens": repeated["max_output_tokens"],
         "response_format": read_format(repeated["text"]),
