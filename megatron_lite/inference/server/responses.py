@@ -86,10 +86,19 @@ class Deadline:
 
     async def of(self, awaitable: Awaitable[T]) -> T:
         """Await within the time limit. Raises TimedOut."""
+        # wait_for of Python before 3.12 ignores a cancellation that comes together with the result.
+        working, left = (
+            asyncio.ensure_future(awaitable),
+            self._end - asyncio.get_running_loop().time(),
+        )
         try:
-            return await asyncio.wait_for(awaitable, self._end - asyncio.get_running_loop().time())
-        except asyncio.TimeoutError:
-            raise TimedOut(f"the answer wasn't ready after {self.seconds:g} seconds") from None
+            if left > 0:
+                await asyncio.wait((working,), timeout=left)
+            if not working.done():
+                raise TimedOut(f"the answer wasn't ready after {self.seconds:g} seconds")
+            return working.result()
+        finally:
+            working.cancel()
 
 
 async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
