@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -59,7 +59,7 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 Read = Callable[[Fields, Opened, str], tuple[Wanted, AnswerForm]]
 """Reads a request: (fields, model, name of the model) -> (request, form of its answer). Raises Refused."""
-MODELS = "/v1/models"
+MODELS, MESSAGES = "/v1/models", "/v1/messages"
 ANTHROPIC_KEY = "x-api-key"
 """The header in which Anthropic's clients send their key."""
 _DISCARDED = 16
@@ -101,13 +101,12 @@ class Server:
     def app(self) -> ASGIApp:
         """Return the ASGI app."""
         guarded, answers = self._guarded, self._answers
-        messages = partial(guarded, described=error_json)
         routes = [
             Route("/v1/completions", guarded(answers(read_completion)), methods=["POST"]),
             Route("/v1/chat/completions", guarded(answers(read_chat)), methods=["POST"]),
             Route("/v1/responses", guarded(answers(read_response)), methods=["POST"]),
-            Route("/v1/messages", messages(answers(read_message)), methods=["POST"]),
-            Route("/v1/messages/count_tokens", messages(self.count_tokens), methods=["POST"]),
+            Route(MESSAGES, guarded(answers(read_message)), methods=["POST"]),
+            Route(f"{MESSAGES}/count_tokens", guarded(self.count_tokens), methods=["POST"]),
             Route(MODELS, guarded(self.models)),
             Route(f"{MODELS}/{{name:path}}", guarded(self.one_model)),
             Route("/api", guarded(self.megatron), methods=["PUT", "POST"]),
@@ -123,10 +122,11 @@ class Server:
             return app
         return LocalOnly(app, self.local_name, self._other_site)
 
-    def _guarded(self, handler: Handler, described: Described = refused_json) -> Handler:
+    def _guarded(self, handler: Handler) -> Handler:
         """Wrap a handler: check the key, turn a refusal into an answer, and count answers."""
 
         async def guarded(request: Request) -> Response:
+            described = _described(request.url.path)
             try:
                 self._check_key(request)
                 response = await handler(request)
@@ -152,13 +152,13 @@ class Server:
             f"nothing here answers {request.method} {request.url.path:.100}: {error.detail}{methods}"
         )
         refused.status = error.status_code
-        response = refusal(refused)
+        response = refusal(refused, _described(request.url.path))
         response.headers.update(headers)
         return response
 
-    def _other_site(self, refused: Refused) -> Response:
+    def _other_site(self, path: str, refused: Refused) -> Response:
         self.answered["other", refused.status] += 1
-        return self._unread(refusal(refused))
+        return self._unread(refusal(refused, _described(path)))
 
     def _unread(self, answer: Response) -> Unread:
         return Unread(answer, self.limits.body_bytes * _DISCARDED)
@@ -166,7 +166,8 @@ class Server:
     def _broken(self, request: Request, error: Exception) -> Response:
         """Answer after an internal error, whose traceback is printed."""
         self.answered[request.url.path, Broken.status] += 1
-        return refusal(Broken(f"the server failed: {type(error).__name__}"))
+        broken = Broken(f"the server failed: {type(error).__name__}")
+        return refusal(broken, _described(request.url.path))
 
     def _check_key(self, request: Request) -> None:
         if self.key is None:
@@ -181,9 +182,14 @@ class Server:
     async def _read(self, request: Request, read: Callable[[Fields, Opened], T]) -> T:
         """Run read(fields, opened) on a separate thread, so that a long text or a slow template blocks no other request."""
         body = await self._body(request)
-        return await asyncio.get_running_loop().run_in_executor(
-            self._reader, lambda: read(Fields.parse(body), self.opened)
-        )
+
+        def parsed() -> T:
+            try:
+                return read(Fields.parse(body), self.opened)
+            except RecursionError:
+                raise Refused("the body has too many levels of lists and objects") from None
+
+        return await asyncio.get_running_loop().run_in_executor(self._reader, parsed)
 
     async def _body(self, request: Request) -> bytes:
         """Return the body. Raises TooLarge as soon as it exceeds the limit; TooSlow, Gone."""
@@ -298,6 +304,12 @@ class Server:
     async def metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' format."""
         return PlainTextResponse(metrics(self.worker, self.opened.model, self.answered))
+
+
+def _described(path: str) -> Described:
+    """Return the format of the errors of a path."""
+    is_message = path == MESSAGES or path.startswith(f"{MESSAGES}/")
+    return error_json if is_message else refused_json
 
 
 def _route(request: Request) -> str:

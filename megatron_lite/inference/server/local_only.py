@@ -29,8 +29,10 @@ def is_loopback(host: str) -> bool:
 class LocalOnly:
     """Wraps an app: refuses requests with another machine's `Host`, and requests from pages of other sites."""
 
-    def __init__(self, app: ASGIApp, own_name: str, refuse: Callable[[Refused], Response]) -> None:
-        """own_name: the value of `--host`, which may be another name of this machine."""
+    def __init__(
+        self, app: ASGIApp, own_name: str, refuse: Callable[[str, Refused], Response]
+    ) -> None:
+        """own_name: the value of `--host`, which may be another name of this machine. refuse: gets the request's path too."""
         self._app, self._own_name, self._refuse = app, own_name.lower(), refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,7 +41,7 @@ class LocalOnly:
             try:
                 self._check(Headers(scope=scope))
             except OtherSite as refused:
-                answer = self._refuse(refused)
+                answer = self._refuse(scope["path"], refused)
         await answer(scope, receive, send)
 
     def _check(self, headers: Headers) -> None:

@@ -1,14 +1,19 @@
 """/v1/messages: blocks of an answer, its events, and conversations that go on from them, by Anthropic's own client."""
 
+import asyncio
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.inference.server.anthropic_messages.answer import MessageForm
 from megatron_lite.inference.server.anthropic_messages.conversation import read_conversation
 from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.pieces import Piece, Pieces
 from tests.trainer.inference.forced import answered_at, byte_tokenizer
 from tests.trainer.inference.serving import KEY, Serving
 from tests.trainer.inference.written_calls import WRITERS
@@ -107,6 +112,26 @@ def test_an_answer_and_its_stream_have_the_same_blocks(
     assert added_up(streamed) == expected
     assert streamed[-2]["usage"] == whole["usage"]
     assert streamed[-2]["delta"] == {"stop_reason": reason, "stop_sequence": None}
+
+
+@pytest.mark.parametrize(
+    "arguments", ["Bonn", '["Bonn"]', '{"city": NaN}', '{"city": "\\ud800"}', "[" * 9000]
+)
+def test_arguments_that_are_no_object_are_one_field_in_the_answer_and_its_stream(
+    arguments: str,
+) -> None:
+    called = {"id": "a", "function": {"name": "weather", "arguments": arguments}}
+
+    async def pieces() -> Pieces:
+        yield Piece(0, "", end="tool_calls", calls=(called,))
+
+    async def both() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        form = MessageForm("tiny", 3)
+        return await form.whole(pieces()), [event async for event in form.events(pieces())]
+
+    whole, streamed = asyncio.run(both())
+    assert simple(whole["content"]) == [("weather", {"arguments": arguments})]
+    assert added_up(streamed) == simple(whole["content"])
 
 
 def test_an_answer_says_what_ended_it(tokenizer: HuggingFaceTokenizer) -> None:
@@ -245,11 +270,61 @@ def test_errors_have_the_form_that_the_client_expects(chat_server: Serving, clie
 
 
 @pytest.mark.oracle
+def test_refusals_before_the_route_have_the_same_form(chat_server: Serving) -> None:
+    for route, method, expected in (
+        ("/v1/messages", "GET", 405),
+        ("/v1/messages/count_tokens", "PUT", 405),
+        ("/v1/messages/batches", "POST", 404),
+    ):
+        status, found = chat_server.ask(route, {}, method=method)
+        kind = "not_found_error" if expected == 404 else "invalid_request_error"
+        assert (status, found["type"], found["error"]["type"]) == (expected, "error", kind)
+    other = urllib.request.Request(f"{chat_server.url}/v1/messages", headers={"Host": "a.example"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(other)
+    assert json.loads(refused.value.read())["error"]["type"] == "permission_error"
+    assert "param" in chat_server.ask("/v1/messagesx", {})[1]["error"]
+
+
+@pytest.mark.oracle
+def test_no_depth_of_a_body_is_an_internal_error(chat_server: Serving) -> None:
+    """Python reads a few levels more than it writes."""
+    for depth in range(930, 1001):
+        deep = '{"a": ' * depth + "1" + "}" * depth
+        call = f'{{"type": "tool_use", "id": "a", "name": "b", "input": {deep}}}'
+        said = f'{{"role": "assistant", "content": [{call}]}}, {{"role": "user", "content": "c"}}'
+        status, _ = chat_server.ask(
+            "/v1/messages", f'{{"max_tokens": 2, "messages": [{said}]}}'.encode()
+        )
+        assert status in (200, 400), depth
+
+
+@pytest.mark.oracle
+def test_the_tool_runner_sends_the_whole_conversation(client: Any) -> None:
+    """It first asks the server to store the conversation."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """Get the weather.
+
+        Args:
+            city: the city
+        """
+        return f"rain in {city}"
+
+    runner = client.beta.messages.tool_runner(
+        model="tiny", max_tokens=6, tools=[weather], messages=QUESTION
+    )
+    assert runner.until_done().stop_reason == "max_tokens"
+
+
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"max_tokens": None}, "max_tokens is missing"),
         ({"n": 2}, "unknown field 'n'"),
+        ({"thread": {"type": "create"}}, "this server stores no conversations: leave out thread"),
         ({"input": "a"}, "unknown field 'input'"),
         ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "no type of the API's own"),
         ({"tools": {}}, "tools should be a list"),

@@ -151,6 +151,32 @@ def test_the_items_of_an_answer_go_back_as_the_messages_of_a_chat(
     assert tools == expected
 
 
+def test_items_of_one_answer_become_one_message() -> None:
+    def thinking(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "name": "weather", "arguments": "{}"}
+    answer = [
+        thinking("Hm."), {"role": "assistant", "content": "I look."}, thinking("More."), call | {"call_id": "1"},
+        thinking("Again."), {"role": "assistant", "content": " Wait."}, call | {"call_id": "2"},
+    ]  # fmt: skip
+    results = [
+        {"type": "function_call_output", "call_id": each, "output": "dry"} for each in ("1", "2")
+    ]
+    last = {"role": "assistant", "content": "It is dry."}
+    question = {"role": "user", "content": "Rain?"}
+    first, assistant, *tools, end, _ = read_input(
+        [question, *answer, *results, last, question], None
+    )
+    assert (first, end) == (question, last)
+    assert (assistant["content"], assistant["reasoning_content"]) == (
+        "I look. Wait.",
+        "Hm.More.Again.",
+    )
+    assert [each["id"] for each in assistant["tool_calls"]] == ["1", "2"]
+    assert [each["tool_call_id"] for each in tools] == ["1", "2"]
+
+
 @pytest.mark.parametrize(
     ("items", "message"),
     [
@@ -239,6 +265,14 @@ def test_calls_and_forms_can_be_demanded(client: Any, chat_model: Path) -> None:
     assert answer.text.format.name == "city"
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """Objects, each of which is a field of the next one."""
+    found: dict[str, Any] = {}
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     ("fields", "field", "message"),
@@ -259,9 +293,12 @@ def test_calls_and_forms_can_be_demanded(client: Any, chat_model: Path) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs message.output_text.logprobs"),
         ({"max_output_tokens": 0}, "max_output_tokens", "should be a whole number from 1"),
         ({"instructions": 3}, "instructions", "instructions should be a text"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": {"b": float("nan")}}]}, "tools", "tools has NaN or an"),
+        ({"text": {"format": {"type": "text", "a": [float("inf")]}}}, "text", "text has NaN or an"),
+        ({"tools": [{"type": "function", "name": "a", "parameters": nested(300)}]}, "tools", "tools has more than 200 levels"),
         ({"input": "a" * 5000}, "input", "tokens"),
     ],
-)
+)  # fmt: skip
 def test_bad_requests_are_refused_with_a_message(
     chat_server: Serving, fields: dict[str, Any], field: str, message: str
 ) -> None:

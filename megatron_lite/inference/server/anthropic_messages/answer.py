@@ -102,7 +102,7 @@ def _delta(number: int, kind: Kind, text: str) -> dict[str, Any]:
     if kind is Kind.THINKING:
         delta = {"type": "thinking_delta", "thinking": text}
     elif kind is Kind.CALL:
-        delta = {"type": "input_json_delta", "partial_json": text}
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(_input(text))}
     return {"type": "content_block_delta", "index": number, "delta": delta}
 
 
@@ -117,9 +117,13 @@ def _block(part: Part) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Text that is no object, as GPT-OSS may write it, is its only field."""
+    """Return the arguments of a call as an object. Text that is no object, as GPT-OSS may write it, is its only field.
+
+    The same holds for an object that can't be sent: with NaN, or with half of a surrogate pair.
+    """
     try:
         found = json.loads(arguments or "{}")
-    except ValueError:
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {"arguments": arguments}

@@ -7,6 +7,7 @@ from typing import Any
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server.anthropic_messages.answer import MessageForm
 from megatron_lite.inference.server.anthropic_messages.conversation import read_conversation
+from megatron_lite.inference.server.anthropic_messages.errors import NO_THREADS
 from megatron_lite.inference.server.anthropic_messages.fields import (
     as_function,
     read_output_config,
@@ -48,6 +49,12 @@ def count_tokens(fields: Fields, opened: Opened, name: str) -> dict[str, int]:
 
 
 def _wanted(fields: Fields, opened: Opened, name: str) -> Wanted:
+    if "thread" in fields:
+        raise Refused(
+            "this server stores no conversations: leave out thread, and send the whole conversation in messages",
+            "thread",
+            NO_THREADS,
+        )
     choice = read_tool_choice(fields.any("tool_choice"))
     output = read_output_config(fields.any("output_config"))
     asked = {key: fields.any(key) for key in SHARED} | {

@@ -64,6 +64,8 @@ class _Conversation:
         first = self.messages[0] if len(self.messages) == 1 else {}
         if role in _SYSTEM and first.get("role") == "system":
             first["content"] += f"\n\n{content}"
+        elif role == "assistant" and self._waits_for_results:
+            self._continue(content)
         else:
             self.messages.append({"role": role, "content": content, **self._thinking_of(role)})
 
@@ -72,9 +74,21 @@ class _Conversation:
         function = {key: _word(item, key, name) for key in ("name", "arguments")}
         call = {"id": _word(item, "call_id", name), "type": "function", "function": function}
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            thought = self._thinking_of("assistant")
-            self.messages.append({"role": "assistant", "content": "", **thought})
+            self.messages.append({"role": "assistant", "content": ""})
+        self._continue("")
         self.messages[-1].setdefault("tool_calls", []).append(call)
+
+    @property
+    def _waits_for_results(self) -> bool:
+        """True if the last message has calls: items of the same answer may follow them, and their results come last."""
+        return bool(self.messages) and "tool_calls" in self.messages[-1]
+
+    def _continue(self, content: str) -> None:
+        """Add a text, and the thinking before it, to the assistant's last message."""
+        message = self.messages[-1]
+        message["content"] += content
+        for key, thought in self._thinking_of("assistant").items():
+            message[key] = message.get(key, "") + thought
 
     def _thinking_of(self, role: str) -> dict[str, str]:
         thought, self._thought = self._thought, ""

@@ -1,6 +1,7 @@
 """Requests of /v1/responses, as requests of a chat. Every field is supported or refused."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_lite.inference.opening import Opened
@@ -27,6 +28,8 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "context_management": (),
     "moderation": (),
 }
+_DEEPEST = 200
+"""Number of levels of a field that the answer repeats. Python writes less than a thousand."""
 _HARMLESS = ("max_tool_calls", "prompt_cache_options")
 """Fields that are accepted without effect, beside those of a chat."""
 _NAMES = {
@@ -53,6 +56,8 @@ def read_response(fields: Fields, opened: Opened, name: str) -> tuple[Wanted, Re
         "tools": fields.any("tools"),
         "tool_choice": fields.any("tool_choice"),
     }
+    for field, value in repeated.items():
+        _require_repeatable(field, value)
     asked = _chat_fields(fields, repeated)
     _finish(fields)
     wanted = as_chat(asked, opened, name, _NAMES)
@@ -96,6 +101,24 @@ def _echoed(
         "top_logprobs": asked["top_logprobs"] or 0,
         "top_p": wanted.sampling.top_p,
     }
+
+
+def _require_repeatable(field: str, value: Any) -> None:
+    """Raise Refused if the answer can't repeat a value as JSON."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        if any(isinstance(each, float) and not math.isfinite(each) for each in level):
+            raise Refused(f"{field} has NaN or an infinite number, which JSON does not have", field)
+        level = [inner for each in level for inner in _inner(each)]
+        if not level:
+            return
+    raise Refused(f"{field} has more than {_DEEPEST} levels of lists and objects", field)
+
+
+def _inner(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def _instructions(value: Any) -> str | None:
