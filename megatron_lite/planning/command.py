@@ -29,6 +29,7 @@ from megatron_lite.planning.work import work_of
 from megatron_lite.settings.architecture import check_against, model_from_flags, model_type
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.contradictions import check_flags
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.objective_flags import check_objective_flags
 from megatron_lite.settings.options import LoRA
@@ -102,6 +103,7 @@ def describe(world: int | None, words: list[str]) -> Described:
     if not precision.chosen:
         settings = replace(settings, precision=replace(precision, bf16=True))
     settings = _with_places(settings)
+    check_flags(settings)
     check_objective_flags(settings)
     options = replace(model_options(settings, NO_DROPOUT), lora=_adapters(settings))
     config = changed(_model(settings), {"dtype": options.dtype})

@@ -47,7 +47,9 @@ def flag_name(name: str) -> str:
 def _counts(settings: Settings) -> Judged:
     training, saving, logging = settings.training, settings.checkpointing, settings.logging
     positive = {
-        "micro_batch_size": training.micro_batch_size,
+        "seq_length": training.seq_length, "encoder_seq_length": training.encoder_seq_length,
+        "decoder_seq_length": training.decoder_seq_length,
+        "micro_batch_size": training.micro_batch_size, "global_batch_size": training.global_batch_size,
         "train_iters": training.train_iters, "train_samples": training.train_samples,
         "epochs": None if settings.tasks.task else training.epochs,
         "eval_interval": training.eval_interval,
@@ -59,6 +61,8 @@ def _counts(settings: Settings) -> Judged:
     }  # fmt: skip
     for name, value in positive.items():
         yield value is not None and value < 1, f"{flag_name(name)} {value} must be 1 or more"
+    alpha = settings.lora.lora_alpha
+    yield alpha is not None and not isfinite(alpha), f"--lora-alpha {alpha} must be a finite number"
     yield training.eval_iters < 0, f"--eval-iters {training.eval_iters} must be 0 or more"
 
 

@@ -39,7 +39,7 @@ OF_COMMANDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 _ONE_DTYPE = "all weights have the same dtype, and main weights are fp32 with --fp16 and --bf16; leave it out"
 _JSON_KEYS = "preprocess reads text; give it --json-keys"
-_SHARDED = "give --data-parallel-sharding-strategy optim_grads_params"
+_SHARDED = "leave it out, and give --data-parallel-sharding-strategy optim_grads_params"
 _EMBED = "a biencoder is indexed by a command of its own; give the flag to `megatron-lite embed`"
 
 REPLACED = {

@@ -112,6 +112,10 @@ def _policy(settings: Settings) -> Judged:
     """Checks of GRPO."""
     grpo, saving = settings.grpo, settings.checkpointing
     if not grpo.grpo:
+        yield (
+            settings.dpo.dpo and "beta" in settings.given,
+            "--beta is a flag of --grpo; with --dpo, give --dpo-beta",
+        )
         for name in vars(grpo):
             yield name in settings.given, f"{flag_name(name)} requires --grpo"
         return

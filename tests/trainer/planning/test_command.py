@@ -163,13 +163,15 @@ def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixt
         ("--grpo --max-completion-length 2048", "has no room for a prompt"),
         ("--grpo --context-parallel-size 2", "--grpo generates one token at a time"),
         ("--grpo --dpo", "--grpo and --dpo are two objectives"),
+        ("--dpo --beta 0.1", "--beta is a flag of --grpo; with --dpo, give --dpo-beta"),
+        ("--seq-length -5", "--seq-length -5 must be 1 or more"),
     ],
 )
 def test_flags_of_objectives_and_adapters_are_refused_as_in_a_run(
     words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = f"{GPT3} {words}".split()
-    if words == "--grpo --dpo":
+    if words in ("--grpo --dpo", "--dpo --beta 0.1"):
         asked += ["--load", "model"]
     assert main(asked) == 2
     assert message in capsys.readouterr().err

@@ -141,7 +141,8 @@ def test_all_flags_that_cannot_be_taken_are_named_at_once() -> None:
 
 def test_several_flags_with_other_words_here_are_named_at_once() -> None:
     with pytest.raises(
-        UsageError, match=r"(?s)2 flags.*--ckpt-step: give .*--load run.*--use-megatron-fsdp: give"
+        UsageError,
+        match=r"(?s)2 flags.*--ckpt-step: give .*--load run.*--use-megatron-fsdp: leave it out, and give",
     ):
         parse("pretrain", ["--ckpt-step", "100", "--use-megatron-fsdp"])
 

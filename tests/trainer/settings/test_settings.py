@@ -608,6 +608,8 @@ IMPOSSIBLE = [
     ("--cp-comm-type ring", 1, "--cp-comm-type ring is not supported; choose one of p2p, all_gather, a2a, a2a+p2p for all layers"),
     ("--cp-comm-type p2p a2a", 1, "--cp-comm-type p2p a2a is not supported"),
     ("--micro-batch-size 0", 1, "--micro-batch-size 0 must be 1 or more"),
+    ("--global-batch-size 0", 1, "--global-batch-size 0 must be 1 or more"),
+    ("--lora-rank 4 --lora-alpha nan", 1, "--lora-alpha nan must be a finite number"),
     ("--bf16 --fp16", 1, "contradict each other"),
     ("--fp8-format hybrid", 1, "--fp8-format requires --bf16"),
     ("--fp8-format e4m3 --bf16 --compile", 1, "--fp8-format can't be combined with --compile"),
