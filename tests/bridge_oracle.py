@@ -15,7 +15,8 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,22 +184,42 @@ def answer_overrides(provider: Any) -> dict[str, Any]:
 
 def _local(provider: Any) -> Any:
     """The layers that the checkpoint names, of core's own modules."""
-    from functools import partial
-
     named = provider.transformer_layer_spec
     return partial(named.func, *named.args, **{**named.keywords, "use_transformer_engine": False})
 
 
+def reply_of(answered: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The reply to a job, or its error."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]  # core remembers the attention of the previous model there
+    try:
+        return answered()
+    except (Exception, CheckpointException) as error:
+        trace = traceback.format_exc()[-3000:]
+        return {"failed": f"{type(error).__name__}: {error}", "trace": trace}
+
+
+def send(reply: dict[str, Any]) -> None:
+    """Write the line that bridge_process.py reads."""
+    print("\n" + REPLY + json.dumps(reply), flush=True)
+
+
+def answer_jobs(
+    jobs: Sequence[dict[str, Any]],
+    rank: int,
+    answered: Callable[[dict[str, Any], int], dict[str, Any]],
+) -> None:
+    """Answer each job with answered(job, its number). Rank 0 replies; another rank does only if it fails."""
+    for number, job in enumerate(jobs):
+        reply = reply_of(partial(answered, job, number))
+        if rank == 0 or "failed" in reply:
+            send(reply | {"job": number, "rank": rank})
+
+
 if __name__ == "__main__":
     import_bridge()
+    tokens = Path(sys.argv[1])
     for each in map(Path, sys.argv[2:]):
-        for name in [name for name in os.environ if name.startswith("NVTE_")]:
-            del os.environ[name]  # core remembers the attention of the previous model there
-        try:
-            reply = answer(each, Path(sys.argv[1]), each.with_name(f"{each.name}.npy"))
-        except Exception as error:
-            reply = {
-                "failed": f"{type(error).__name__}: {error}",
-                "trace": traceback.format_exc()[-3000:],
-            }
-        print("\n" + REPLY + json.dumps(reply), flush=True)
+        send(reply_of(partial(answer, each, tokens, each.with_name(f"{each.name}.npy"))))

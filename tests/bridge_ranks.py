@@ -12,9 +12,7 @@ an adapter: random matrices, which Bridge saves.
 """
 
 import json
-import os
 import sys
-import traceback
 from argparse import Namespace
 from contextlib import nullcontext
 from datetime import timedelta
@@ -23,7 +21,7 @@ from typing import Any
 from zlib import crc32
 
 from tests.bridge_grouped import grouped_layers
-from tests.bridge_oracle import REPLY, answer_overrides, import_bridge
+from tests.bridge_oracle import answer_jobs, answer_overrides, import_bridge
 
 TIMEOUT = timedelta(seconds=120)
 
@@ -202,25 +200,16 @@ def answer(job: dict[str, Any], rank: int, world: int, rendezvous: str) -> dict[
 
 
 def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-
     from tests.megatron_oracle import run_on_cpu
 
     import_bridge()
+
+    def answered(job: dict[str, Any], number: int) -> dict[str, Any]:
+        with grouped_layers() if job.get("grouped") else nullcontext():
+            return answer(job, rank, world, f"{rendezvous}-{number}")
+
     with run_on_cpu():
-        for number, job in enumerate(jobs):
-            for name in [name for name in os.environ if name.startswith("NVTE_")]:
-                del os.environ[name]  # core remembers the attention of the previous model there
-            try:
-                with grouped_layers() if job.get("grouped") else nullcontext():
-                    reply = answer(job, rank, world, f"{rendezvous}-{number}")
-            except (Exception, CheckpointException) as error:
-                reply = {
-                    "failed": f"{type(error).__name__}: {error}",
-                    "trace": traceback.format_exc()[-3000:],
-                }
-            if rank == 0 or "failed" in reply:
-                print("\n" + REPLY + json.dumps(reply | {"job": number, "rank": rank}), flush=True)
+        answer_jobs(jobs, rank, answered)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@ tensors are loaded by Bridge's load_megatron_model, at a tensor-parallel size of
 """
 
 import json
-import os
 import sys
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.bridge_oracle import REPLY, import_bridge
+from tests.bridge_oracle import answer_jobs, import_bridge
 
 ON_CPU = {
     "gradient_accumulation_fusion": False,
@@ -70,18 +68,7 @@ def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) ->
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT
     )
     with run_on_cpu():
-        for number, job in enumerate(jobs):
-            for name in [name for name in os.environ if name.startswith("NVTE_")]:
-                del os.environ[name]  # core remembers the attention of the previous model there
-            try:
-                reply = answer(job, world)
-            except Exception as error:
-                reply = {
-                    "failed": f"{type(error).__name__}: {error}",
-                    "trace": traceback.format_exc()[-3000:],
-                }
-            if rank == 0 or "failed" in reply:
-                print("\n" + REPLY + json.dumps(reply | {"job": number, "rank": rank}), flush=True)
+        answer_jobs(jobs, rank, lambda job, _: answer(job, world))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ _PLACES = {
 }
 _OUTPUTS = (".linear_proj", ".out_proj")
 """Ends of the names of mixers' last matrices."""
+_FIELDS = {Sharding.COLUMNS: "columns", Sharding.ROWS: "rows", Sharding.NOT_AT_ALL: "whole"}
+"""Sharding -> the field of LayerAdapters."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class PlannedAdapter:
     layer: int
     """Number of its layer in the chunk."""
     path: str
-    """Of the matrix."""
+    """The path of the matrix in the chunk."""
     shares: tuple[Share, ...]
     sharding: Sharding
     infos: tuple[ParameterInfo, ...]
@@ -112,9 +114,6 @@ def layer_adapters(adapters: Iterable[PlannedAdapter], lora: LoRA) -> LayerAdapt
         dropped_of_expert=sum(widths.values()) if lora.dropout else 0,
         inputs=frozenset(places),
     )
-
-
-_FIELDS = {Sharding.COLUMNS: "columns", Sharding.ROWS: "rows", Sharding.NOT_AT_ALL: "whole"}
 
 
 def _place(path: str) -> str:

@@ -71,6 +71,7 @@ OF_MODEL = frozenset(
 
 
 def is_of_swift(args: Namespace) -> bool:
+    """True for the args of ms-swift."""
     return isinstance(vars(args).get("swift_version"), str)
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of rank files says of a multimodal model, beside its language model."""
+"""The parts of a multimodal model in a checkpoint of rank files, beside its language model."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ class Beside:
     """The parts of a multimodal model beside its language model, and the arguments of the whole."""
 
     shapes: Mapping[str, Shape]
-    """Of the parts' tensors, by name; none for a language model by itself."""
+    """Shapes of the parts' tensors by name; none for a language model by itself."""
     args: Namespace
 
     @property

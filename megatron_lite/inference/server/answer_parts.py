@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from megatron_lite.inference.sampling import Likelihood
-from megatron_lite.inference.server.pieces import Piece
+from megatron_lite.inference.server.pieces import Piece, Token, Tokens
 
 
 class Kind(Enum):
-    """What a part is."""
+    """The kinds of parts."""
 
     THINKING = auto()
     TEXT = auto()
@@ -26,7 +25,7 @@ class Part:
     """Its place among the parts of the answer."""
     text: str = ""
     """The arguments of a call, as JSON."""
-    tokens: list[tuple[int, Likelihood | None]] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     """The tokens of a text."""
     call: str = ""
     """The id of a call."""
@@ -47,7 +46,7 @@ class Grown:
 
     part: Part
     text: str
-    tokens: tuple[tuple[int, Likelihood | None], ...]
+    tokens: Tokens
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class AnswerParts:
     """Number of the tokens that are thinking."""
     _is_open: bool = False
     """True if the last part has not ended."""
-    _held: list[tuple[int, Likelihood | None]] = field(default_factory=list)
+    _held: list[Token] = field(default_factory=list)
     """Tokens whose text has not come yet."""
 
     def add(self, piece: Piece) -> Iterator[Change]:

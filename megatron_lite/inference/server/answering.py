@@ -11,7 +11,7 @@ from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.server.calls.form import CallForm
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE, forms_of
 from megatron_lite.inference.server.openai_requests import Wanted
-from megatron_lite.inference.server.pieces import Piece, Pieces, Tokens
+from megatron_lite.inference.server.pieces import Piece, Pieces, Token, Tokens
 from megatron_lite.inference.server.reasoning import with_reasoning, without_reasoning
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.shown_marks import showing_marks
@@ -117,7 +117,7 @@ def _tokens_of(prompt: tuple[int, ...], scored: Scored | None, top: int) -> Toke
     """Return a prompt's tokens with their log-probabilities; the first token has none."""
     if scored is None:
         return tuple((token, None) for token in prompt)
-    found: list[tuple[int, Likelihood | None]] = [(prompt[0], None)]
+    found: list[Token] = [(prompt[0], None)]
     for place, token in enumerate(prompt[1:]):
         log_prob = float(scored.log_probs[place])
         top_ids = scored.top_ids[place, :top].tolist()

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.inference.sampling import Likelihood
+from megatron_lite.inference.server.pieces import Token
 from megatron_lite.inference.text import Detokenize
-
-Token = tuple[int, Likelihood | None]
 
 
 def in_completion(tokens: Sequence[Token], detokenize: Detokenize, offset: int) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.server.errors import Refused, refused_json
 from megatron_lite.inference.server.log_probs import in_chat, in_completion
-from megatron_lite.inference.server.pieces import Choice, Piece, Pieces
+from megatron_lite.inference.server.pieces import Choice, Piece, Pieces, Token
 from megatron_lite.inference.text import Detokenize
 
 REASONING = "reasoning_content"
@@ -116,7 +115,7 @@ class Form:
         self,
         number: int,
         fields: dict[str, Any],
-        tokens: Sequence[tuple[int, Likelihood | None]],
+        tokens: Sequence[Token],
         end: str | None,
         offset: int,
     ) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from typing import Any
 
 from megatron_lite.inference.sampling import Likelihood
 
-Tokens = tuple[tuple[int, Likelihood | None], ...]
-"""Tokens with their log-probabilities, if these are wanted."""
+Token = tuple[int, Likelihood | None]
+"""A token with its log-probability, if that is wanted."""
+Tokens = tuple[Token, ...]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Choice:
     """All pieces of one choice."""
 
     text: str = ""
-    tokens: list[tuple[int, Likelihood | None]] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     end: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
     reasoning: str = ""

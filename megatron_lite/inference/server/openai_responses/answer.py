@@ -16,8 +16,8 @@ from megatron_lite.inference.server.answer_parts import (
 )
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.event_stream import EventStream
-from megatron_lite.inference.server.log_probs import Token, in_chat
-from megatron_lite.inference.server.pieces import Pieces
+from megatron_lite.inference.server.log_probs import in_chat
+from megatron_lite.inference.server.pieces import Pieces, Token
 from megatron_lite.inference.text import Detokenize
 
 _PREFIXES = {Kind.THINKING: "rs", Kind.TEXT: "msg", Kind.CALL: "fc"}

@@ -129,12 +129,13 @@ def _instructions(value: Any) -> str | None:
 
 def _finish(fields: Fields) -> None:
     """Check the fields that were not read. Raises Refused."""
-    options = fields.any("stream_options")
-    if options is not None:
-        found = options if isinstance(options, dict) else {"stream_options": options}
-        unknown = Fields(found)
-        unknown.any("include_obfuscation")  # nothing is ever added to hide the lengths of texts
-        unknown.finish()
+    options = {} if (given := fields.any("stream_options")) is None else given
+    # Nothing is ever added to hide the lengths of texts.
+    if not isinstance(options, dict) or set(options) - {"include_obfuscation"}:
+        raise Refused(
+            f"stream_options supports only include_obfuscation, found {options!r:.60}",
+            "stream_options",
+        )
     fields.only(_ONLY)
     for harmless in _HARMLESS:
         fields.any(harmless)
