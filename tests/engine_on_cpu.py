@@ -143,14 +143,13 @@ class DotProductAttention(_Layer):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any,
         qkv_format: str = "sbhd", cu_seqlens_q: Any = None, attn_mask_type: str = "causal",
-        **packing: Any,
+        core_attention_bias: torch.Tensor | None = None, **packing: Any,
     ) -> torch.Tensor:  # fmt: skip
         is_causal = "causal" in attn_mask_type
         masked = attention_mask if attn_mask_type in ("padding", "arbitrary") else None
         if qkv_format == "sbhd":
-            found = self._attend(
-                *(x.permute(1, 2, 0, 3) for x in (query, key, value)), is_causal, masked
-            )
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            found = self._attend(q, k, v, is_causal, masked, core_attention_bias)
             return found.permute(2, 0, 1, 3).flatten(2)
         pieces = []
         for first, last in pairwise(cu_seqlens_q.tolist()):
@@ -159,13 +158,16 @@ class DotProductAttention(_Layer):
         return torch.cat(pieces)
 
     def _attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, masked: Any
-    ) -> torch.Tensor:
-        """q, k and v: [batch, heads, sequence, width]. masked: True where a token isn't seen."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, masked: Any,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """q, k and v: [batch, heads, sequence, width]. masked: True where a token isn't seen. bias: added to the scores."""
         times = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
         scale = 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
         scores = q @ k.transpose(-1, -2) * scale
+        if bias is not None:
+            scores = scores + bias
         distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
         hidden = distance < 0 if is_causal else torch.zeros_like(distance, dtype=torch.bool)
         if is_causal and self.window:

@@ -65,6 +65,10 @@ class Case:
 TANH = {"hidden_act": "gelu_pytorch_tanh"}
 NO_DEEPSTACK = {**TANH, "deepstack_visual_indexes": []}
 OUT_NORM = ("linear_attn.norm.weight",)
+LINEAR = {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0}
+GEMMA_ROPES = {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": ROPE}}
+EPSILON = {"rms_norm_eps": 1e-5}
+"""Bridge's Gemma 3 has this epsilon in its norms after sublayers, whatever its settings say."""
 CASES: Mapping[str, Case] = {
     "qwen2_5_vl": Case(provider="Qwen25VLModelProvider"),
     "qwen3_vl": Case(vision=TANH, provider="Qwen3VLModelProvider"),
@@ -73,7 +77,11 @@ CASES: Mapping[str, Case] = {
     "qwen2_audio": Case(provider="Qwen2AudioModelProvider"),
     "exaone4_5": Case(),
     "gemma3": Case(
-        vision={"vision_use_head": False}, whole={"tie_word_embeddings": True}, dtype="bf16"
+        text={**EPSILON, **GEMMA_ROPES, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        vision={"vision_use_head": False},
+        whole={"tie_word_embeddings": True, "mm_tokens_per_image": 4},
+        provider="Gemma3VLModelProvider",
+        dtype="bf16",
     ),
     "mistral3": Case(vision={"rope_parameters": ROPE}),
     "qwen3_5": Case(vision=NO_DEEPSTACK, rounded=OUT_NORM),
@@ -204,6 +212,9 @@ def asked(name: str, medium: str) -> Asked:
     kinds[:, 2:6] = 1
     image = {"pixel_values": torch.randn(32, 3 * 2 * 14 * 14, generator=random)}
     image["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    if name == "gemma3":
+        pixels = {"pixel_values": torch.randn(2, 3, 28, 28, generator=random)}
+        return Asked({"input_ids": ids, **pixels}, {"token_type_ids": kinds}, {})
     seen = {"mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids)}
     return Asked({"input_ids": ids, **image}, seen, needs_kinds)
 

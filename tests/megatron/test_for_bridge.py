@@ -3,6 +3,7 @@
 import json
 import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,62 @@ def test_an_encoder_that_bridge_would_compute_otherwise_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma 3 whose second and fourth layers have no window."""
+    directory = tmp_path_factory.mktemp("gemma") / "hf"
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {**MODELS["gemma3"].text, "layer_types": layers}
+    whole = {"mm_tokens_per_image": 4}
+    create(replace(MODELS["gemma3"], text=text, whole=whole), directory, {"vision_use_head": False})
+    return directory
+
+
+def test_gemma_3_names_its_window_its_pattern_its_ropes_and_its_projector(
+    gemma: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(gemma, tmp_path / "out", **FOR_BRIDGE, tp=2)
+    model = yaml.safe_load((tmp_path / "out" / VERSION / "run_config.yaml").read_text())["model"]
+    assert model["_target_"].endswith("gemma3_vl_provider.Gemma3VLModelProvider")
+    assert model["transformer_layer_spec"]["_target_"].endswith("gemma3_layer_spec")
+    assert (model["window_size"], model["interleaved_attn_pattern"]) == (7, [1, 1])
+    assert model["rotary_base"] == [10000.0, 1000000.0]
+    assert model["softmax_scale"] == 5**-0.5
+    projector = model["vision_projector_config"]
+    assert projector.pop("_target_").endswith("Gemma3VLMultimodalProjectorConfig")
+    assert projector == {
+        **{"input_size": 32, "hidden_size": 64, "image_size": 28, "patch_dim": 14},
+        **{"tokens_per_image": 4, "layernorm_epsilon": 1e-6},
+    }
+    raw = json.loads((gemma / "config.json").read_text())
+    tokens = {"vision_start": "boi", "vision_end": "eoi", "image": "image"}
+    for name, key in tokens.items():
+        assert model[f"{name}_token_id"] == raw[f"{key}_token_index"]
+
+
+def test_gemma_3_for_bridge_gives_every_bit_back(gemma: Path, tmp_path: Path) -> None:
+    megaconv.convert(gemma, tmp_path / "out", **FOR_BRIDGE, tp=2)
+    megaconv.convert(tmp_path / "out", tmp_path / "back", saver="hf", config=gemma)
+    weights = [megaconv.fingerprint(path).weights for path in (gemma, tmp_path / "back")]
+    assert weights[0] == weights[1]
+
+
+def test_gemma_3_with_windows_in_no_regular_pattern_is_refused(gemma: Path, tmp_path: Path) -> None:
+    shutil.copytree(gemma, tmp_path / "irregular")
+    file = tmp_path / "irregular/config.json"
+    raw = json.loads(file.read_text())
+    raw["text_config"]["layer_types"][3] = "sliding_attention"
+    file.write_text(json.dumps(raw))
+    with pytest.raises(NotExpressible, match=r"without a window: \[2\].*at equal distances"):
+        megaconv.convert(tmp_path / "irregular", tmp_path / "out", **FOR_BRIDGE)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_multimodal_model_whose_provider_is_not_written_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
-    create(MODELS["gemma3"], tmp_path / "hf")
-    with pytest.raises(
-        NotExpressible, match=r"Gemma3ForConditionalGeneration: .*known: qwen2_5_vl"
-    ):
+    create(MODELS["exaone4_5"], tmp_path / "hf")
+    with pytest.raises(NotExpressible, match=r"Exaone4_5_.*: .*known: qwen2_5_vl"):
         megaconv.convert(tmp_path / "hf", tmp_path / "out", **FOR_BRIDGE)
     assert not (tmp_path / "out").exists()
 

@@ -6,8 +6,9 @@
 
 Bridge drops a field that the class doesn't have, with only a warning. Therefore only names are written that all
 releases since 0.3 have, and those of yarn, without which Bridge 0.3 can't build a model with yarn. Models whose layers
-need special providers (Gemma, OLMoE, hybrids ...) are refused. Source: gpt_provider.py, mla_provider.py and
-instantiate_utils.py of Megatron-Bridge 0.3.1 to 0.6.2, TransformerConfig of megatron-core 0.16 to 0.19.
+need special providers (OLMoE, hybrids ...) are refused. Gemma 3 with images has further fields (gemma3_provider.py).
+Source: gpt_provider.py, mla_provider.py and instantiate_utils.py of Megatron-Bridge 0.3.1 to 0.6.2, TransformerConfig of
+megatron-core 0.16 to 0.19.
 """
 
 from argparse import Namespace
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import NotExpressible
+from megaconv.megatron.arguments.gemma3_provider import BUILT_BY_GEMMA3, GEMMA3, gemma3_fields
 from megaconv.megatron.arguments.provider import RENAMED, provider_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import YARN, YARN_TRUNCATE, has_yarn
@@ -162,7 +164,11 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
 
 def _language_model(config: ModelConfig, layout: Layout, args: Namespace) -> dict[str, Any]:
     """The fields of a model without encoders, or of the language model inside. Raises NotExpressible."""
-    lacking = [what for feature, what in _NOT_BUILT.items() if config.has(feature)]
+    is_gemma3 = config.whole is not None and config.family == GEMMA3
+    built = BUILT_BY_GEMMA3 if is_gemma3 else ()
+    lacking = [
+        what for feature, what in _NOT_BUILT.items() if config.has(feature) and feature not in built
+    ]
     if lacking:
         raise NotExpressible(
             f"the model has {', '.join(lacking)}: Megatron-Bridge builds such models by other providers, which are not written"
@@ -188,6 +194,7 @@ def _language_model(config: ModelConfig, layout: Layout, args: Namespace) -> dic
         "params_dtype": _named(f"torch.{config.dtype}"),
         "pipeline_dtype": _named(f"torch.{config.dtype}"),
         **_activation(config),
+        **(gemma3_fields(config, args) if is_gemma3 else {}),
     }
     written = {
         name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
@@ -218,6 +225,7 @@ _ACTIVATIONS = {
     ("silu", True): "torch.nn.functional.silu",
     ("quick_gelu", True): "megatron.core.fusions.fused_bias_geglu.quick_gelu",
     ("relu2", False): "megatron.core.activations.squared_relu",
+    ("gelu_tanh", True): "megatron.core.activations.fast_gelu",
     ("gelu", False): "torch.nn.functional.gelu",
     ("gelu_tanh", False): "megatron.core.activations.fast_gelu",
 }

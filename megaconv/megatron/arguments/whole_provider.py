@@ -10,7 +10,7 @@ providers below megatron/bridge/models and their provider_bridge(), Megatron-Bri
 """
 
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from megaconv.errors import NotExpressible
 from megaconv.families.parts.language_model import TEXT
 from megaconv.families.parts.towers import VISION
 from megaconv.families.parts.whole_model import named
+from megaconv.megatron.arguments.gemma3_provider import gemma3_projector
 from megaconv.model.beside import Whole
 
 _BRIDGE, _TRANSFORMERS = "megatron.bridge.models", "transformers.models"
@@ -40,6 +41,8 @@ class Provider:
     """True if the provider builds Transformer Engine's layers, whatever its fields say."""
     holder: str = VISION
     """The field with this configuration. `hf_config` is the config.json of the whole model."""
+    projector: Callable[[Mapping[str, Any], Namespace], dict[str, Any]] | None = None
+    """Gives the fields of a projector with a configuration of its own, from config.json and the language model's arguments."""
 
 
 def _same(*names: str) -> Mapping[str, str]:
@@ -55,6 +58,12 @@ _OF_GLM = _same(
     *("eos_token_id", "image_start_token_id", "image_end_token_id", "image_token_id"),
     *("video_start_token_id", "video_end_token_id", "video_token_id"),
 )
+_OF_GEMMA = {
+    **_same(*_ENDS),
+    "vision_start_token_id": "boi_token_index",
+    "vision_end_token_id": "eoi_token_index",
+    "image_token_id": "image_token_index",
+}
 PROVIDERS: Mapping[str, Provider] = MappingProxyType(
     {
         "qwen2_5_vl": Provider(
@@ -80,6 +89,13 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
             f"{_BRIDGE}.glm_vl.glm_45v_provider.GLM45VModelProvider",
             f"{_TRANSFORMERS}.glm4v_moe.configuration_glm4v_moe.Glm4vMoeVisionConfig",
             _OF_GLM,
+        ),
+        "gemma3": Provider(
+            f"{_BRIDGE}.gemma_vl.gemma3_vl_provider.Gemma3VLModelProvider",
+            f"{_TRANSFORMERS}.siglip.configuration_siglip.SiglipVisionConfig",
+            _OF_GEMMA,
+            needs_engine=True,
+            projector=gemma3_projector,
         ),
         "qwen2_audio": Provider(
             f"{_BRIDGE}.qwen_audio.qwen2_audio_provider.Qwen2AudioModelProvider",
@@ -122,6 +138,8 @@ def whole_fields(whole: Whole, args: Namespace) -> dict[str, Any]:
         provider.holder: {"_target_": provider.config, **described},
         **_tokens(whole.config, provider),
     }
+    if provider.projector is not None:
+        fields |= provider.projector(whole.config, args)
     section = getattr(args, "mrope_section", None)
     if section is not None:
         fields |= {"position_embedding_type": "mrope", "mrope_section": list(section)}

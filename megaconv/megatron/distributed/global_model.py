@@ -6,6 +6,7 @@ Source: sharded_state_dict() of Megatron core's modules.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from formats.tensor import Shape
@@ -13,7 +14,7 @@ from megaconv.engine.plan import native_dtype
 from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
-from megaconv.megatron.distributed.keys import pieces, stack, stacks_layers
+from megaconv.megatron.distributed.keys import EXTRA_STATE, pieces, stack, stacks_layers
 from megaconv.megatron.distributed.optimizer_plan import OptimizerForm
 from megaconv.megatron.states.hybrid_form import hybrid_name
 from megaconv.megatron.states.names import extra_states, is_of_linear_layer
@@ -215,6 +216,15 @@ def _extra_objects_of(
     beside = [native.name for native in natives if not _is_of_language_model(native)]
     built = [name.removeprefix(BESIDE) for name in beside if config.whole.builds(name)]
     yield from _extra_objects(built, keys)
+    if not keys.local:
+        modules = _PROJECTORS_WITH_STATE.get(str(config.whole.config.get("model_type")), ())
+        yield from (PlacedObject(f"{module}{EXTRA_STATE}", (0,), (1,), None) for module in modules)
+
+
+_PROJECTORS_WITH_STATE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gemma3": ("multi_modal_projector.mm_soft_embed_norm", "multi_modal_projector.proj")}
+)
+"""model_type -> modules with an extra state beside a copied encoder. Megatron-Bridge builds them of Megatron's layers."""
 
 
 def extra_objects_of_norms(config: ModelConfig) -> list[PlacedObject]:
