@@ -17,6 +17,15 @@ class Refused(Exception):
         self.message, self.field, self.code = message, field, code
 
 
+class NoRoom(Refused):
+    """The prompt, with the tokens to generate, does not fit into the model's length."""
+
+    def __init__(self, message: str, prompt_tokens: int) -> None:
+        """prompt_tokens: number of the prompt's tokens."""
+        super().__init__(message, "prompt", "context_length_exceeded")
+        self.prompt_tokens = prompt_tokens
+
+
 class UnknownModel(Refused):
     """The request names another model."""
 

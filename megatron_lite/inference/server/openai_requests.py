@@ -18,7 +18,7 @@ from megatron_lite.inference.server.answer_form import (
     read_logit_bias,
     read_response_format,
 )
-from megatron_lite.inference.server.errors import Refused, UnknownModel
+from megatron_lite.inference.server.errors import NoRoom, Refused, UnknownModel
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.messages import read_messages
 from megatron_lite.inference.server.template_variables import read_variables
@@ -183,7 +183,7 @@ def _shared(
         try:
             check(Request(prompt, max(max_tokens, 1)), opened.model.length + (max_tokens == 0))
         except UsageError as error:
-            raise Refused(str(error), "prompt", "context_length_exceeded") from error
+            raise NoRoom(str(error), len(prompt)) from error
     return Wanted(
         prompts,
         max_tokens,

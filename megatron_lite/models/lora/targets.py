@@ -30,6 +30,9 @@ def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -
         "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", ALL_LINEAR,
     }  # fmt: skip
     for word in targets:
+        if "," in word:
+            instead = word.replace(",", " ").split()
+            raise UsageError(f"--lora-targets {word}: leave out the commas: {' '.join(instead)}")
         if word.rpartition(".")[2] not in known:
             raise UsageError(
                 f"--lora-targets {word}: is no matrix of this model; there are {', '.join(sorted(known))}"

@@ -233,6 +233,19 @@ def test_anthropics_client_gets_the_answer_of_a_chat(chat_server: Serving, clien
 
 
 @pytest.mark.oracle
+def test_tokens_are_counted_where_the_prompt_has_no_room(client: Any) -> None:
+    def asked(words: int) -> dict[str, Any]:
+        return {"model": "tiny", "messages": [{"role": "user", "content": "a" * words}]}
+
+    one, two = (client.messages.count_tokens(**asked(words)).input_tokens for words in (1, 2))
+    assert client.messages.count_tokens(**asked(100_001)).input_tokens == one + 100_000 * (
+        two - one
+    )
+    with pytest.raises(anthropic.BadRequestError, match="there is room for"):
+        client.messages.create(**asked(100_001), max_tokens=6)
+
+
+@pytest.mark.oracle
 def test_calls_and_forms_can_be_demanded(client: Any, chat_model: Path) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed (extra `serve`)")
     city: dict[str, Any] = {"type": "string", "enum": ["Bonn", "Rome"]}

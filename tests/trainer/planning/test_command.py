@@ -157,6 +157,7 @@ def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixt
         ("--dpo", "--dpo needs --load, which is the reference model"),
         ("--lora-alpha 3", "--lora-alpha requires --lora-rank"),
         ("--lora-rank 4 --lora-targets rotor", "--lora-targets rotor: is no matrix of this model"),
+        ("--lora-rank 4 --lora-targets q_proj,k_proj", "leave out the commas: q_proj k_proj"),
         ("--lora-load adapter", "give --lora-rank and --lora-targets in place of --lora-load"),
         ("--lora-rank 4 --optimizer muon", "is for whole matrices"),
         ("--grpo --beta 0.1", "--beta needs --load, which is the reference model"),

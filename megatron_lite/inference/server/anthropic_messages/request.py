@@ -15,7 +15,7 @@ from megatron_lite.inference.server.anthropic_messages.fields import (
     read_tool_choice,
 )
 from megatron_lite.inference.server.as_chat import SHARED, as_chat, read_tools
-from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.errors import NoRoom, Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.template_variables import FIELD, switch_of_thinking
@@ -45,7 +45,11 @@ def read_message(fields: Fields, opened: Opened, name: str) -> tuple[Wanted, Mes
 def count_tokens(fields: Fields, opened: Opened, name: str) -> dict[str, int]:
     """Answer a request of /v1/messages/count_tokens. Raises Refused."""
     fields.any("max_tokens")
-    return {"input_tokens": _wanted(fields, opened, name).prompt_tokens}
+    try:
+        count = _wanted(fields, opened, name).prompt_tokens
+    except NoRoom as refused:  # clients count to learn how much of a conversation fits
+        count = refused.prompt_tokens
+    return {"input_tokens": count}
 
 
 def _wanted(fields: Fields, opened: Opened, name: str) -> Wanted:
