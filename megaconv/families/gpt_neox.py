@@ -5,10 +5,11 @@ Megatron core has no such layer: these models are converted between Hugging Face
 `use_parallel_residual: false` is converted to Megatron core as well.
 """
 
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import LAYER_NORM, body_keys, multi_head
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS
-from megaconv.families.parts.keys import Fields, Keys, Raw, choice, flags
+from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, choice, flags
 from megaconv.families.parts.rope import partial_rotation, rope
 from megaconv.families.parts.row_changes import in_core, respelled, with_norm_biases, without_gate
 from megaconv.model.config import ModelConfig
@@ -63,6 +64,20 @@ def own_share(default: float) -> Keys:
 
 
 OWN_ROPE = Keys((_BASE, *_ROPE.names[1:]), _read_rope, _write_rope)
+_HEADS = multi_head("num_attention_heads", "hidden_size")
+
+
+def _read_heads(raw: Raw) -> Fields:
+    found = _HEADS.read(raw)
+    stated, size = raw.get("head_dim"), found["attention.head_dim"]
+    if stated not in (None, size):
+        raise NotExpressible(
+            f"{CONFIG_NAME}: head_dim {stated!r:.40} is not supported in this architecture, whose heads have {size} elements: "
+            "transformers would only rotate more or fewer of them; leave it out"
+        )
+    return found
+
+
 _OF_CLASS = Keys(("is_decoder",), lambda raw: {}, lambda config: {})
 """A key that says which class of transformers it is for, and changes no logits."""
 _ACTIVATIONS = {
@@ -75,7 +90,7 @@ _KEYS = (
     *body_keys(
         positions=2048, epsilon=1e-5, epsilon_key="layer_norm_eps", rotation=OWN_ROPE, partial=own_share(0.25), tokens=(0, 2, None)
     ),
-    multi_head("num_attention_heads", "hidden_size"),
+    Keys((*_HEADS.names, "head_dim"), _read_heads, _HEADS.write),
     choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu"),
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
     flags("use_parallel_residual", ("parallel_residual",), default=True),

@@ -646,10 +646,9 @@ def test_keys_that_are_null_have_the_values_that_transformers_gives_them(
 
 @pytest.mark.parametrize("name", LLAMA_LIKE)
 def test_key_value_heads_that_are_null_are_as_many_as_heads(name: str) -> None:
-    assert (
-        read(raw_config(name, num_attention_heads=16, num_key_value_heads=None)).attention.kv_heads
-        == 16
-    )
+    raw = raw_config(name, num_attention_heads=16, num_key_value_heads=None)
+    raw.pop("head_dim", None)  # the size of a head changes with their number
+    assert read(raw).attention.kv_heads == 16
 
 
 WINDOW_KEYS = st.fixed_dictionaries(

@@ -134,6 +134,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("olmo_hybrid", {"rope_parameters": OF_KINDS}, "found one of full_attention and sliding_attention"),
     ("gpt_neo", {"attention_layers": ["local", "global"] * 2}, "attention_layers contradicts attention_types"),
     ("step3p5", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+    ("gpt_neox", {"head_dim": 16}, "head_dim 16 is not supported in this architecture"),
     ("nemotron_h", {"mamba_dt_min": 0.3}, "time_step_min is 0.001 and mamba_dt_min 0.3"),
 )  # fmt: skip
 """(small model, keys of its config.json, words of the refusal). transformers computes something else with each."""
