@@ -28,7 +28,7 @@ commands:
   generate     Let a model continue texts.
   chat         Talk with a model.
   score        Log-probabilities of given tokens.
-  serve        A model behind OpenAI's routes and Megatron's PUT /api.
+  serve        A model behind OpenAI's and Anthropic's routes and Megatron's PUT /api.
   evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   retro        Build or show the chunk database and the neighbours for Retro.

@@ -27,9 +27,7 @@ class Parser(FlagParser):
 
     def error(self, message: str) -> NoReturn:
         if message == "the following arguments are required: --load":
-            raise UsageError(
-                f"--load is missing; write: {self.prog} --load MODEL; --help lists all flags"
-            )
+            raise UsageError(f"MODEL is missing; write: {self.prog} MODEL; --help lists all flags")
         super().error(message)
 
 
@@ -58,7 +56,7 @@ def make_parser(
         "--load",
         required=needs_model,
         metavar="PATH",
-        help="any checkpoint that megaconv reads, or a Hub id",
+        help="any checkpoint that megaconv reads, or a Hub id; as the first word it needs no --load",
     )
     if adapts:
         add(
@@ -238,6 +236,7 @@ def command(
         adopt()
         if {"-h", "--help"} & set(words) and not first:
             return 0
+        words = with_load(words)
         given = (
             parse_with_training_flags(parser, words) if of_training else parser.parse_args(words)
         )
@@ -248,6 +247,14 @@ def command(
     except CheckpointError as error:
         return refuse(str(error), error.exit_status)
     return 0
+
+
+def with_load(words: list[str]) -> list[str]:
+    """Return a command line with --load. Without it, a first word that is no flag is the model."""
+    has_load = any(word.partition("=")[0] == "--load" for word in words)
+    if has_load or not words or words[0].startswith("-"):
+        return words
+    return ["--load", *words]
 
 
 def parse_with_training_flags(parser: Parser, words: list[str]) -> argparse.Namespace:

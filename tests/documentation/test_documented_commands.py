@@ -66,7 +66,7 @@ NOT_RUN = {
     ),
     "needs a corpus, scores or the extra data-recipes; tests/trainer/data/ and tests/trainer/inference/ run them": (
         r"megatron-lite data (clean|dedup|split|urls|tokenizer|score|select) ",
-        r"megatron-lite evaluate --(load ckpt --corpus|toxicity) ",
+        r"megatron-lite evaluate (ckpt --corpus|--toxicity) ",
         r"--samples-per-prompt 25 ",
     ),
     "needs the server of the page; tests/serving/test_server.py loads a model from it": (
@@ -81,13 +81,19 @@ NOT_RUN = {
         r"--task RET-FINETUNE-NQ",
         r"--retro-(project-dir project|neighbors|attention-gate)",
         r"megatron-lite data (questions|answers) ",
-        r"generate --load tuned --prompts-file test\.jsonl",
+        r"generate tuned --prompts-file test\.jsonl",
     ),
     "needs a Retro with a final norm; tests/megatron/test_retro.py makes one": (
         r"--drop-retrieval",
     ),
     "needs statistics of the model; the commands of docs/calibrate.md measure some and convert with them": (
         r"convert --load-dir ckpt .* --calibration amax\.safetensors",
+    ),
+    "needs a model with MTP layers; tests/trainer/inference/test_drafting.py drafts": (
+        r"--draft-tokens 1 ",
+    ),
+    "needs a run with --apply-layernorm-1p; tests/megatron/test_plain_norms.py makes one": (
+        r"--option norms=plain ",
     ),
     "needs an archive of NeMo 1; tests/megatron/test_nemo_archives.py makes some": (r"\.nemo ",),
     "needs a corpus and its vocabulary; tests/trainer/loop/test_bert_runs.py and test_task_runs.py make some": (

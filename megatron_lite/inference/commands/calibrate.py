@@ -4,10 +4,10 @@ from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, command, make_parser
 
 SAMPLES = SEQ_LENGTH = 512
-EXAMPLES = """  megatron-lite calibrate --load Llama-2-7b --data chats.jsonl --output amax.safetensors
-  megatron-lite calibrate --load ckpt --data corpus_text_document --samples 256 --seq-length 2048 --awq --output amax.safetensors
+EXAMPLES = """  megatron-lite calibrate Llama-2-7b --data chats.jsonl --output amax.safetensors
+  megatron-lite calibrate ckpt --data corpus_text_document --samples 256 --seq-length 2048 --awq --output amax.safetensors
   megaconv convert Llama-2-7b out --saver hf --quantize fp8 --calibration amax.safetensors
-  megatron-lite calibrate --load Llama-2-7b --adapter my-adapter --data chats.jsonl --output amax.safetensors
+  megatron-lite calibrate Llama-2-7b --adapter my-adapter --data chats.jsonl --output amax.safetensors
   megaconv merge Llama-2-7b my-adapter --save-dir out --quantize fp8 --calibration amax.safetensors"""
 
 

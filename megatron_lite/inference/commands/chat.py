@@ -2,9 +2,9 @@
 
 from megatron_lite.inference.flags import Parser, add_drafting, add_sampling, command, make_parser
 
-EXAMPLES = """  megatron-lite chat --load Llama-3.2-1B-Instruct --temperature 0.7
-  megatron-lite chat --load gpt2 --raw --top-k 40
-  echo "What is a torus?" | megatron-lite chat --load tuned --system "Answer in one sentence." """
+EXAMPLES = """  megatron-lite chat Llama-3.2-1B-Instruct --temperature 0.7
+  megatron-lite chat gpt2 --raw --top-k 40
+  echo "What is a torus?" | megatron-lite chat tuned --system "Answer in one sentence." """
 
 HELP = "A line is a message; /new begins another conversation, Ctrl-C ends an answer, /quit or the end of the input the program."
 RAW_HELP = "The model continues each line. An empty line is a text without a prompt; /quit or the end of the input ends the program."

@@ -6,11 +6,11 @@ from megatron_lite.inference.flags import Parser, command, make_parser
 from megatron_lite.processes.failure import refuse
 
 MODULE = "megatron_lite.inference.evaluation.command"
-EXAMPLES = """  megatron-lite evaluate --load gpt2 --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
-  megatron-lite evaluate --load gpt2 --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --output lambada.json
-  megatron-lite evaluate --load ckpt --corpus 'held-out/*.jsonl.gz' --seq-length 1024 --output perplexity.json
+EXAMPLES = """  megatron-lite evaluate gpt2 --task WIKITEXT103 --valid-data wiki.test.tokens --overlapping-eval 32
+  megatron-lite evaluate gpt2 --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --output lambada.json
+  megatron-lite evaluate ckpt --corpus 'held-out/*.jsonl.gz' --seq-length 1024 --output perplexity.json
   megatron-lite evaluate --toxicity scored.jsonl --prompts prompts.jsonl
-  torchrun --nproc-per-node 2 -m megatron_lite evaluate --load ckpt --tp 2 --lm-eval arc_easy hellaswag --limit 100"""
+  torchrun --nproc-per-node 2 -m megatron_lite evaluate ckpt --tp 2 --lm-eval arc_easy hellaswag --limit 100"""
 
 
 def parser(*, needs_model: bool = True) -> Parser:

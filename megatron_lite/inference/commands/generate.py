@@ -10,9 +10,9 @@ from megatron_lite.inference.flags import (
     make_parser,
 )
 
-EXAMPLES = """  megatron-lite generate --load Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
-  torchrun --nproc-per-node 4 -m megatron_lite generate --load ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl
-  megatron-lite generate --load ckpt --unconditional --num-samples 100000 --temperature 1 --top-p 0.9 --output self.jsonl --resume"""
+EXAMPLES = """  megatron-lite generate Llama-2-7b "Once upon a time" --max-new-tokens 100 --temperature 0.8 --top-p 0.95
+  torchrun --nproc-per-node 4 -m megatron_lite generate ckpt --tp 2 --pp 2 --prompts-file prompts.jsonl --output answers.jsonl
+  megatron-lite generate ckpt --unconditional --num-samples 100000 --temperature 1 --top-p 0.9 --output self.jsonl --resume"""
 
 
 def parser() -> Parser:

@@ -3,8 +3,8 @@
 from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, command, make_parser
 
-EXAMPLES = """  megatron-lite score --load Llama-2-7b --input rows.jsonl --output scores.jsonl
-  torchrun --nproc-per-node 2 -m megatron_lite score --load ckpt --tp 2 --input rows.jsonl --top 5"""
+EXAMPLES = """  megatron-lite score Llama-2-7b --input rows.jsonl --output scores.jsonl
+  torchrun --nproc-per-node 2 -m megatron_lite score ckpt --tp 2 --input rows.jsonl --top 5"""
 
 
 def parser() -> Parser:

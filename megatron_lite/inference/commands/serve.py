@@ -5,9 +5,9 @@ from megatron_lite.inference.flags import Parser, add_drafting, command, make_pa
 from megatron_lite.inference.server import thinking_forms
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE, NAMES
 
-EXAMPLES = """  megatron-lite serve --load Llama-3.2-1B-Instruct --port 8000
+EXAMPLES = """  megatron-lite serve Llama-3.2-1B-Instruct --port 8000
   curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once", "max_tokens": 20}'
-  torchrun --nproc-per-node 4 -m megatron_lite serve --load ckpt --tp 2 --pp 2 --slots 32 --api-key-file key.txt --host 0.0.0.0"""
+  torchrun --nproc-per-node 4 -m megatron_lite serve ckpt --tp 2 --pp 2 --slots 32 --api-key-file key.txt --host 0.0.0.0"""
 
 KEY = "MEGATRON_LITE_API_KEY"
 
@@ -15,7 +15,9 @@ KEY = "MEGATRON_LITE_API_KEY"
 def parser() -> Parser:
     """Return the parser of the command."""
     made = make_parser(
-        "serve", "A model behind OpenAI's routes and Megatron's PUT /api (extra `serve`).", EXAMPLES
+        "serve",
+        "A model behind OpenAI's and Anthropic's routes and Megatron's PUT /api (extra `serve`).",
+        EXAMPLES,
     )
     add = made.add_argument_group("server").add_argument
     add(

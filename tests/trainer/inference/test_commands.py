@@ -67,6 +67,17 @@ def test_generate_prints_what_transformers_continues(
     assert capfd.readouterr().out == f"Hello{expected}\n"
 
 
+def test_the_model_may_be_the_first_word(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = model
+    asked = ("Hello", "--max-new-tokens", 12)
+    assert run("generate", directory, *asked) == 0
+    short = capfd.readouterr().out
+    assert run("generate", *asked, "--load", directory) == 0
+    assert short == capfd.readouterr().out != ""
+
+
 def test_generate_writes_answers_in_the_order_of_the_prompts(
     model: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -291,7 +302,7 @@ def test_ranks_started_together_generate_what_one_does(
         (["generate", "--load", "MODEL", "x", "--max-new-tokens", "200"], "room for 96"),
         (["generate", "--load", "nowhere", "x"], "nowhere"),
         (["generate", "--load", "MODEL", "--prompts-file", "missing.txt"], "missing.txt"),
-        (["generate", "x"], "--load"),
+        (["generate"], "MODEL is missing"),
         (
             [
                 "evaluate",
@@ -315,7 +326,7 @@ def test_ranks_started_together_generate_what_one_does(
             "--model-type bert contradicts the checkpoint",
         ),
         (["score", "--load", "MODEL", "--input", "BAD"], "line 2"),
-        (["chat", "MODEL"], "--load is missing; write: megatron-lite chat --load MODEL"),
+        (["chat"], "MODEL is missing; write: megatron-lite chat MODEL"),
         (
             ["score", "--load", "MODEL", "--input", "WORDS", *NUMBERS],
             "the text 'one two' is not a row of token ids",
