@@ -23,7 +23,10 @@ def dtype_name(word: str) -> str:
     """The full name of a dtype: bf16 -> bfloat16. Raises UsageError for an unknown name."""
     name = DTYPES.get(word, word)
     if name not in DTYPES.values():
-        raise UsageError(f"dtype {word!r} is not known; choose one of {', '.join(DTYPES)}")
+        raise UsageError(
+            f"dtype {word!r} is not known; choose one of {', '.join(DTYPES)}, or quantize with --quantize FORM, or into GGUF with "
+            "--option gguf_type=TYPE"
+        )
     return name
 
 
