@@ -22,7 +22,7 @@ def test_a_flag_that_is_like_no_other_gets_no_suggestion() -> None:
 
 
 def test_a_missing_model_is_asked_for_with_the_command() -> None:
-    with pytest.raises(UsageError, match="write: megatron-lite generate --load MODEL"):
+    with pytest.raises(UsageError, match="MODEL is missing; write: megatron-lite generate MODEL"):
         generate.parser().parse_args([])
 
 
