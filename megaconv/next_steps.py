@@ -90,7 +90,7 @@ DIRECTORIES = (
     ),
     Kind(
         WEIGHT_NAMES,
-        "has weights ({name}) and no config.json, which describes the model; copy the original model's here, or give --config ORIGINAL",
+        "has weights ({name}) and no config.json, which describes the model; copy the original model's there, or give --config ORIGINAL",
         incomplete=True,
     ),
 )

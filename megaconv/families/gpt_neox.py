@@ -68,6 +68,7 @@ _HEADS = multi_head("num_attention_heads", "hidden_size")
 
 
 def _read_heads(raw: Raw) -> Fields:
+    """The heads. A head_dim, which transformers reads for rope alone, has to be their size."""
     found = _HEADS.read(raw)
     stated, size = raw.get("head_dim"), found["attention.head_dim"]
     if stated not in (None, size):

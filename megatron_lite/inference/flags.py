@@ -236,7 +236,7 @@ def command(
         adopt()
         if {"-h", "--help"} & set(words) and not first:
             return 0
-        words = with_load(words)
+        words = _with_load(words)
         given = (
             parse_with_training_flags(parser, words) if of_training else parser.parse_args(words)
         )
@@ -249,8 +249,8 @@ def command(
     return 0
 
 
-def with_load(words: list[str]) -> list[str]:
-    """Return a command line with --load. Without it, a first word that is no flag is the model."""
+def _with_load(words: list[str]) -> list[str]:
+    """Return a command line that names the model by --load, where its first word may name it."""
     has_load = any(word.partition("=")[0] == "--load" for word in words)
     if has_load or not words or words[0].startswith("-"):
         return words

@@ -26,6 +26,11 @@ from megaconv.model.layout import Layout
 from megaconv.model.naming import CORE, CORE_LOCAL, CORE_LOCAL_KEYS, Naming, with_rope_last
 from megaconv.model.natives import NativeTensor, unsharded_tensors
 
+_PROJECTORS_WITH_STATE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"gemma3": ("multi_modal_projector.mm_soft_embed_norm", "multi_modal_projector.proj")}
+)
+"""model_type -> modules with an extra state beside a copied encoder. Megatron-Bridge builds them of Megatron's layers."""
+
 
 class PlacedTensor(NamedTuple):
     """A native tensor of a single rank, placed in a global tensor."""
@@ -219,12 +224,6 @@ def _extra_objects_of(
     if not keys.local:
         modules = _PROJECTORS_WITH_STATE.get(str(config.whole.config.get("model_type")), ())
         yield from (PlacedObject(f"{module}{EXTRA_STATE}", (0,), (1,), None) for module in modules)
-
-
-_PROJECTORS_WITH_STATE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"gemma3": ("multi_modal_projector.mm_soft_embed_norm", "multi_modal_projector.proj")}
-)
-"""model_type -> modules with an extra state beside a copied encoder. Megatron-Bridge builds them of Megatron's layers."""
 
 
 def extra_objects_of_norms(config: ModelConfig) -> list[PlacedObject]:

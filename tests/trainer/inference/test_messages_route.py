@@ -325,8 +325,9 @@ def test_the_tool_runner_sends_the_whole_conversation(client: Any) -> None:
         """
         return f"rain in {city}"
 
+    greedy = {"temperature": 0}
     runner = client.beta.messages.tool_runner(
-        model="tiny", max_tokens=6, tools=[weather], messages=QUESTION
+        model="tiny", max_tokens=6, tools=[weather], messages=QUESTION, extra_body=greedy
     )
     assert runner.until_done().stop_reason == "max_tokens"
 

@@ -129,9 +129,10 @@ def _instructions(value: Any) -> str | None:
 
 def _finish(fields: Fields) -> None:
     """Check the fields that were not read. Raises Refused."""
-    options = {} if (given := fields.any("stream_options")) is None else given
+    options = fields.any("stream_options")
     # Nothing is ever added to hide the lengths of texts.
-    if not isinstance(options, dict) or set(options) - {"include_obfuscation"}:
+    is_known = isinstance(options, dict) and set(options) <= {"include_obfuscation"}
+    if options is not None and not is_known:
         raise Refused(
             f"stream_options supports only include_obfuscation, found {options!r:.60}",
             "stream_options",
