@@ -218,11 +218,16 @@ def _find_norms(
     if names.o + ".post_layernorm.weight" in layer:
         before = names.qkv + ".layer_norm_weight" in layer or "input_layernorm.weight" in layer
         found["norm.place"] = "both" if before else "after"
+    if "self_attention.k_layernorm.weight" not in layer:
+        return found
+    shape = layer["self_attention.q_layernorm.weight"].shape
+    if len(shape) == 2:  # a row for each head
+        return found | {"attention.qk_norm_width": "own"}
     heads = getattr(args, "num_attention_heads", None)
-    if heads is None or heads <= tp or "self_attention.k_layernorm.weight" not in layer:
+    if heads is None or heads <= tp:
         return found  # on a rank with one head, a norm over the head and a norm over all heads have the same width
     head_dim = getattr(args, "kv_channels", None) or hidden // heads
-    width = layer["self_attention.q_layernorm.weight"].shape[0]
+    width = shape[0]
     over_all = width == heads * head_dim // tp and width != head_dim
     return found | {"attention.qk_norm_width": "all" if over_all else "head"}
 

@@ -10,7 +10,13 @@ from tests.trainer.loop.moving_runs import assert_goes_back_unchanged, assert_go
 from tests.transformers_oracle import BEYOND_MEGATRON, NAMED, create
 
 pytestmark = pytest.mark.oracle
-QUICK = ("bloom", "gpt_neox_japanese", "kolibri1", "cohere2_moe, sigmoid")
+QUICK = (
+    "bloom",
+    "gpt_neox_japanese",
+    "kolibri1",
+    "cohere2_moe, sigmoid",
+    "cohere, norms of q and k",
+)
 MODELS = (
     *QUICK,
     "mpt",
@@ -25,7 +31,7 @@ MODELS = (
     "modernbert_decoder",
     "openai_gpt",
 )
-"""ALiBi, sines, other sets of biases, or other routers."""
+"""ALiBi, sines, other sets of biases, other routers, or a norm for each head."""
 EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 LAYOUTS = ("--tp 2 --sequence-parallel", "--pp 2 --ckpt-format torch")
 
@@ -45,6 +51,7 @@ def test_a_run_that_learns_nothing_goes_back_to_the_same_files(name: str, tmp_pa
         "gpt_neox_japanese",
         "kolibri1",
         "cohere2_moe, sigmoid",
+        "cohere, norms of q and k",
         "modernbert_decoder",
     ],
 )
