@@ -25,7 +25,7 @@ def require_torch(what: str, extras: str = "torch") -> None:
 
 def require_transformers(what: str) -> Any:
     """The module transformers. Raises UsageError without torch or transformers 5. what: the feature that needs them."""
-    require_torch(what)
+    require_torch(what, extras="torch,data")
     try:
         import transformers
     except ImportError as error:

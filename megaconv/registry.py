@@ -6,6 +6,7 @@ is imported only when it is needed.
 
 import logging
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 
@@ -85,8 +86,10 @@ def saver(name: str) -> Saver:
 
 
 def _unknown(word: str, name: str, known: list[str]) -> UsageError:
+    near = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}? Known" if near else "; known"
     return UsageError(
-        f"no {word} is called {name!r}; known: {', '.join(known)} (`megaconv formats` describes them)",
+        f"no {word} is called {name!r}{hint}: {', '.join(known)} (`megaconv formats` describes them)",
         code="unknown-loader" if word == "loader" else "unknown-saver",
     )
 

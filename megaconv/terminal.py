@@ -42,6 +42,14 @@ def show(text: object, file: TextIO | None = None) -> None:
     print(one_line(text, file.encoding), file=file)
 
 
+def in_words(error: OSError) -> str:
+    """An error of the system as a message: `DIR/file: Read-only file system`."""
+    if error.filename is None:
+        return str(error)
+    place = error.filename.decode() if isinstance(error.filename, bytes) else error.filename
+    return f"{place}: {error.strerror}"
+
+
 def hide_download_bars(*, quiet: bool = False) -> None:
     """Hide the progress bars of the Hub's client if stderr isn't a terminal, or if `quiet` is set.
 

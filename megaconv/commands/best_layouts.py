@@ -168,7 +168,10 @@ def best_layouts(header: Header, wanted: Wanted, machine: Machine, top: int) -> 
     """Search the layouts of a model. Raises UsageError if no layout has these sizes."""
     config = header.config
     if config.encoder.layers:
-        raise UsageError(f"{config.family}: plan searches no models with an encoder and a decoder")
+        raise UsageError(
+            f"{config.family}: plan estimates no times of models with an encoder and a decoder; with no options but "
+            "--gpus and --gpu-memory, it lists their layouts"
+        )
     wanted = replace(
         wanted, vocab_divisor=header.vocab_divisor or DEFAULT_DIVISOR, dtype=_trained(config)
     )

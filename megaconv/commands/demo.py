@@ -5,11 +5,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
 
 from formats.safetensors import SafetensorsLayout
+from formats.staged_file import write_error
 from megaconv.commands.comparison import diff_sources
 from megaconv.commands.inspection import inspect
 from megaconv.engine.conversion import convert, fingerprint
@@ -36,11 +38,26 @@ _CONFIG = {
 
 
 def make_model(path: Path) -> None:
-    """Create a Llama with random weights and a byte-pair tokenizer, in the files that transformers would save."""
+    """Create a Llama with random weights and a byte-pair tokenizer, in the files that transformers would save.
+
+    Raises TargetExists, and the errors of write_error. A part of the model doesn't stay.
+    """
     try:
         path.mkdir(parents=True)
     except FileExistsError:
         raise TargetExists(f"{path}: already exists; choose another place, or remove it") from None
+    except OSError as error:
+        raise write_error(error, path) from error
+    try:
+        _write_model(path)
+    except BaseException as error:
+        rmtree(path, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise write_error(error, path) from error
+        raise
+
+
+def _write_model(path: Path) -> None:
     vocab = _make_tokenizer(path)
     config = _CONFIG | {"vocab_size": vocab}
     generation = {"bos_token_id": 0, "eos_token_id": 1}
@@ -82,7 +99,8 @@ def _make_tokenizer(path: Path) -> int:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
-    tokenizer.save(str(path / "tokenizer.json"))
+    text = tokenizer.to_str(pretty=True)  # its save() would raise a plain Exception on a full disk
+    (path / "tokenizer.json").write_text(text, encoding="utf-8")
     (path / "tokenizer_config.json").write_text(
         json.dumps(
             {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
@@ -143,7 +161,10 @@ def _show(place: Path) -> None:
 @contextmanager
 def _workplace(directory: Path | None) -> Iterator[Path]:
     if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_error(error, directory) from error
         yield directory
         return
     with tempfile.TemporaryDirectory(prefix="megaconv-demo-") as folder:

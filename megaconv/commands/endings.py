@@ -1,14 +1,14 @@
 """The end of a failed command: one line on stderr, an exit status, and with --json a document on stdout."""
 
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
+from megaconv.commands.wrong_usage import wrong_usage
 from megaconv.errors import CODES, CheckpointError, Interrupted, is_interruption
-from megaconv.terminal import show
+from megaconv.terminal import in_words, show
 
 GO_ON = "the same command continues from here (--resume)"
 NOTHING_LEFT = "nothing was left behind; with --resume, a run keeps its finished work, and the same command continues"
@@ -33,16 +33,19 @@ def errors_reported() -> Iterator[None]:
     except BrokenPipeError:  # nobody reads the output any more
         sys.exit(1)
     except OSError as error:
-        say(f"megaconv: error: {error}")
-        _end("system-error", str(error))
+        say(f"megaconv: error: {in_words(error)}")
+        _end("system-error", in_words(error))
     except Exception as error:
         usage: Any = error
         if not hasattr(usage, "format_message"):
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+            usage.show()
+            sys.exit(usage.exit_code)
         # Typer's own error: an unknown option, or an invalid value.
-        usage.message = _in_plain_words(usage.message or "")
-        usage.show()
-        _end("wrong-usage", usage.format_message())
+        message = wrong_usage(usage)
+        say(f"megaconv: error: {message}")
+        _end("wrong-usage", message)
 
 
 @contextmanager
@@ -58,12 +61,6 @@ def how_to_continue(*, resume: bool) -> Iterator[None]:
             raise
         complete = str(error) if isinstance(error, Interrupted) else ""
         raise Interrupted(complete or (GO_ON if resume else NOTHING_LEFT)) from None
-
-
-def _in_plain_words(message: str) -> str:
-    """Typer's message, with a kind of number in place of the name of a type: `'two' is not a valid int range`."""
-    numbers = {"int": "a whole number", "float": "a number"}
-    return re.sub(r"a valid (int|float)( range)?", lambda found: numbers[found[1]], message)
 
 
 def say(text: str) -> None:

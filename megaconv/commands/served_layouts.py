@@ -165,9 +165,15 @@ def served_layouts(
     """Search the layouts of a server. Raises UsageError if no layout has these sizes."""
     config = header.config
     if config.encoder.layers:
-        raise UsageError(f"{config.family}: plan searches no models with an encoder and a decoder")
-    if config.has("transform"):
+        raise UsageError(
+            f"{config.family}: --for infer is for models with a decoder alone; leave it out"
+        )
+    if config.has("both_ways"):
         raise UsageError(f"{config.family} generates no text; leave --for infer out")
+    if config.has("scores"):
+        raise UsageError(
+            f"the head of this {config.family} gives scores, so it generates no text; leave --for infer out"
+        )
     # Servers ignore the layers that predict further tokens, and compute in bf16 what is quantized.
     dtype = config.dtype if config.dtype in ("bfloat16", "float16", "float32") else "bfloat16"
     config = changed(config, {"dtype": dtype, "mtp_layers": 0})

@@ -15,7 +15,7 @@ import numpy as np
 
 from formats.errors import TargetExists
 from formats.renames import sync_directory
-from formats.staged_file import StagedFile
+from formats.staged_file import StagedFile, write_error
 from megaconv.errors import UsageError
 from megatron_lite.data.indexed import (
     CODES,
@@ -197,8 +197,11 @@ def encoded(tokens: Sequence[int] | Tokens, dtype: TokenDtype) -> bytes:
 
 def _locked(path: Path, target: Path) -> int:
     """Lock the file until the process ends or closes it, so that two runs never write one file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise write_error(error, target) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

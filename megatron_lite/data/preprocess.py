@@ -13,6 +13,7 @@ from typing import Any
 from formats.wording import counted
 from megaconv.errors import CheckpointError, Interrupted, UsageError
 from megaconv.local_paths import local_path, local_word
+from megaconv.terminal import in_words
 from megatron_lite.settings.flag_parser import FlagParser
 
 EXAMPLES = """examples:
@@ -136,7 +137,7 @@ def main(arguments: list[str] | None = None) -> int:
     except CheckpointError as error:
         return _report(str(error), error.exit_status)
     except OSError as error:
-        return _report(str(error), 1)
+        return _report(in_words(error), 1)
     except (KeyboardInterrupt, Interrupted):
         return _report("interrupted; nothing was left behind", 130)
     finally:

@@ -70,7 +70,7 @@ RETRO = "retro"
 """The family whose layers attend to retrieved text: a decoder with a network of its own."""
 NOT_COMPUTED = {
     "output_norm mla": "norms after its latent attention, not before it",
-    "post_norm both_ways": "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
+    "post_norm both_ways": "norms after the residual sums, as the original BERT",
     "capped_scores mla": "capped scores of latent attention",
     "capped_scores sinks": "capped scores beside attention sinks",
     "qk_l2_norm mla": "norms without weights in latent attention",
@@ -125,8 +125,6 @@ def check_trained(
     sequence: whether sequence parallelism is on.
     """
     _check_family(config.family)
-    if config.encoder.layers:
-        _check_two_stacks(config)
     if config.retrieval.layers:
         _check_retrieval(config, layout, options, sequence=sequence)
     if options.fp8 is not None and config.family in OF_THEIR_OWN:
@@ -193,6 +191,8 @@ def check_computed(config: ModelConfig) -> None:
     for feature, what in NOT_COMPUTED.items():
         if config.has(feature):
             raise NotExpressible(f"the model has {what}, which megatron_lite can't compute yet")
+    if config.encoder.layers:
+        _check_two_stacks(config)
     if config.experts.count:
         _check_groups(config.experts)
     if config.has("rope"):

@@ -17,6 +17,7 @@ from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
 from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.trainable import (
+    check_computed,
     refuse_completions,
     refuse_pairs,
     refuse_scores,
@@ -195,6 +196,12 @@ def _model(settings: Settings) -> ModelConfig:
         refuse_pairs(config)
     if settings.grpo.grpo:
         refuse_completions(config)
+    try:
+        check_computed(config)  # first, because check_against needs Megatron's args of the model
+    except NotExpressible as error:
+        raise NotExpressible(
+            f"{load}: {error}; `megaconv plan {load}` lists the layouts that it can have, with their memory"
+        ) from None
     check_against(settings, config, {}, load)
     return config
 

@@ -284,7 +284,14 @@ def _unknown(word: str) -> str:
         close = [OTHERWISE_CALLED[word]]
     if not close:
         return f"unknown flag {word}; --help-all lists all flags"
-    return f"unknown flag {word}; did you mean {close[0]}?"
+    return f"unknown flag {word}; did you mean {_with_short(close[0])}?"
+
+
+def _with_short(flag: str) -> str:
+    """Return a flag with its short spelling, if it has one: `--tensor-model-parallel-size (--tp)`."""
+    name = flag.removeprefix("--").replace("-", "_")
+    short = flags()[name][1].metadata["short"] if name in flags() else None
+    return f"{flag} ({short})" if short else flag
 
 
 def _read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from megaconv.commands.units import readable_time
 from megaconv.errors import UsageError
 from megaconv.model.memory import bytes_per_parameter
 from tests.conftest import FIXTURES
+from tests.encoder_configs import CLASSIFYING_BERT, MASKED_BERT, SCORING_LLAMA, T5
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 
@@ -347,3 +348,29 @@ def test_flags_of_the_exchange_of_experts_are_not_passed_over() -> None:
     """They need the estimate of a step, also if nothing else asks for it."""
     outcome = run("plan", MIXTURE, "--moe-token-dispatcher-type", "flex")
     assert_refused(outcome, 2, "--gpus is missing")
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        (MASKED_BERT, "bert generates no text"),
+        (CLASSIFYING_BERT, "bert generates no text"),
+        (T5, "--for infer is for models with a decoder alone"),
+        (SCORING_LLAMA, "gives scores, so it generates no text"),
+    ],
+)
+def test_a_model_that_no_server_generates_with_is_refused(
+    document: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(document))
+    assert_refused(run("plan", place, "--for", "infer", "--gpus", 8), 2, reason, "leave")
+    assert run("plan", place).status == 0
+
+
+def test_a_t5_has_no_times_but_a_list_of_layouts(tmp_path: Path) -> None:
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(T5))
+    refused = run("plan", place, "--gpus", 4, "--gpu", "h100")
+    assert_refused(refused, 2, "with no options but --gpus and --gpu-memory, it lists")
+    assert {one["gpus"] for one in planned(place, "--gpus", 4, "--gpu-memory", "80GiB")} == {4}

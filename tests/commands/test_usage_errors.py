@@ -402,3 +402,44 @@ def test_a_word_in_place_of_a_number_is_refused_in_plain_words(
     outcome = run(*arguments)
     assert (outcome.status, outcome.out) == (2, "")
     assert words in outcome.err
+
+
+# Words that typer refuses.
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("convert a b --tensor-parallel 2", "no option --tensor-parallel",
+         "did you mean --tp? `megaconv convert --help` lists the options"),
+        ("convert a b --pipeline-parallel-size 2", "no option --pipeline-parallel-size",
+         "did you mean --pp? `megaconv convert --help` lists the options"),
+        ("plan a --tensor-model-parallel-size 2", "no option --tensor-model-parallel-size",
+         "did you mean --tp? `megaconv plan --help` lists the options"),
+        ("inspect a --zebra", "no option --zebra", "`megaconv inspect --help` lists the options"),
+        ("serve-hf", "missing argument 'PATH...'", "`megaconv serve-hf --help` describes the command"),
+        ("convrt a b", "no such command 'convrt'", "did you mean 'convert'?"),
+        ("zebra", "no such command 'zebra'", "`megaconv --help` describes the command"),
+        ("plan a --tp two", "invalid value for '--tp': 'two' is not a whole number", "`megaconv plan --help` describes the command"),
+    ],
+)  # fmt: skip
+def test_a_wrong_word_is_one_line_with_the_nearest_that_exists(
+    words: str, message: str, hint: str
+) -> None:
+    assert run(*words.split()) == Outcome(2, "", f"megaconv: error: {message}; {hint}\n")
+
+
+def test_an_option_without_its_value_is_one_line() -> None:
+    refused = run("convert", "--tp")
+    assert refused == Outcome(2, "", "megaconv: error: option '--tp' requires an argument\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [("convert a b --saver coer", "core"), ("inspect a --loader hff", "hf")],
+)
+def test_a_misspelt_loader_or_saver_gets_the_nearest_name(
+    words: str, nearest: str, model: Path
+) -> None:
+    refused = run(*(str(model) if word == "a" else word for word in words.split()))
+    assert_refused(refused, 2, f"did you mean {nearest}? Known: ")

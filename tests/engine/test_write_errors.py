@@ -47,6 +47,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+def test_a_demo_on_a_full_disk_leaves_no_part_of_a_model(small_disk: Path) -> None:
+    outcome = run("demo", "--dir", small_disk / "demo")
+    assert (outcome.status, outcome.err.count("\n")) == (5, 1)
+    assert f"{small_disk / 'demo' / 'llama'}: the disk is full" in outcome.err
+    assert list((small_disk / "demo").iterdir()) == []
+
+
 @pytest.mark.parametrize("saver", ["core", "hf"])
 def test_an_output_larger_than_the_free_space_is_refused_before_it_is_begun(
     tmp_path: Path, small_disk: Path, saver: str

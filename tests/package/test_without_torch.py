@@ -124,3 +124,8 @@ except UsageError as error:
         "several processes needs torch",
         "in a clone of megaconv: pip install '.[torch]'",
     )
+
+
+def test_a_draft_of_a_family_names_the_extras_of_torch_and_of_transformers(model: Path) -> None:
+    refused = run("new-family", model, "--save", model.parent / "family.py")
+    assert_refused(refused, 2, "new-family needs torch", "pip install '.[torch,data]'")

@@ -10,6 +10,7 @@ from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from megaconv.errors import CheckpointError, Interrupted, UsageError
+from megaconv.terminal import in_words
 from megatron_lite.data.recipes import (
     answers,
     clean,
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         return _fail(str(error), error.exit_status)
     except OSError as error:
-        return _fail(str(error), 1)
+        return _fail(in_words(error), 1)
     except (KeyboardInterrupt, Interrupted):
         return _fail(
             "interrupted; the recipes with --resume can continue, others leave nothing behind", 130

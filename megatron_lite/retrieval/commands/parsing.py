@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from megaconv.errors import CheckpointError, Interrupted
 from megaconv.local_paths import local_path
+from megaconv.terminal import in_words
 from megatron_lite.data.tokenizer import TYPES
 from megatron_lite.processes.failure import refuse
 from megatron_lite.settings.flag_parser import FlagParser
@@ -62,7 +63,7 @@ def run_command(run: Callable[[], None]) -> int:
     except CheckpointError as error:
         return refuse(str(error), error.exit_status)
     except OSError as error:
-        return refuse(str(error), 1)
+        return refuse(in_words(error), 1)
     except (KeyboardInterrupt, Interrupted):
         print("megatron-lite: interrupted; the same command continues", file=sys.stderr)
         return 130

@@ -540,3 +540,15 @@ def test_the_example_in_the_repository_runs(tmp_path: Path) -> None:
         [script, tmp_path / "data"], capture_output=True, text=True, check=True, env=environment
     )
     assert "train: 1,000 samples" in done.stdout
+
+
+def test_a_directory_that_can_not_be_written_is_named_with_the_file_that_would_appear(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, place = tmp_path / "text.jsonl", tmp_path / "file"
+    text.write_text('{"text": "1 2 3"}\n')
+    place.write_text("no directory")
+    words = f"--input {text} --output-prefix {place}/corpus --tokenizer-type NullTokenizer --vocab-size 8"
+    assert main(words.split()) == 1
+    target = place / "corpus_text_document.bin"
+    assert f"megatron-lite: error: {target}: can't be written: " in capsys.readouterr().err

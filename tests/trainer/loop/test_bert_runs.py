@@ -148,7 +148,7 @@ def test_a_bert_with_norms_behind_its_sums_is_refused(tmp_path: Path) -> None:
     data = f"--data-path {MASKED}/corpus_text_sentence --vocab-file {MASKED}/vocab.txt --train-iters 1 --lr 1e-3"
     said = refused(tmp_path, f"finetune --model-type bert --load original {data}")
     assert (
-        "norms of the sums of each sublayer, as the original BERT: Megatron core has none, which megatron_lite can't compute yet"
+        "norms after the residual sums, as the original BERT, which megatron_lite can't compute yet"
         in said
     )
     said = refused(

@@ -207,7 +207,5 @@ def test_without_a_binary_head_there_is_one_loss() -> None:
 
 def test_the_original_bert_is_refused_by_what_it_does() -> None:
     config = changed(CONFIG, {"norm.place": "after_sum"})
-    with pytest.raises(
-        NotExpressible, match="norms of the sums of each sublayer, as the original BERT"
-    ):
+    with pytest.raises(NotExpressible, match="norms after the residual sums, as the original BERT"):
         make_plan(config, Layout(stage_layers=(2,)), ModelOptions(), TensorGroup())

@@ -388,7 +388,7 @@ def test_a_family_of_another_package_is_not_trained_as_if_it_were_one_of_these()
         ),
         (
             {"norm.place": "after_sum", "head.classes": 2},
-            "norms of the sums of each sublayer, as the original BERT: Megatron core has none",
+            "norms after the residual sums, as the original BERT",
         ),
         ({"attention.v_dim": 20}, "values that are wider than keys"),
         ({"attention.head_gate": True}, "gates of whole heads beside biases of q, k and v"),

@@ -8,7 +8,9 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.planning.command import describe, main
+from tests.encoder_configs import MASKED_BERT, T5
 from tests.models import write_llama
+from tests.runs import run
 
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 50257"
 LLAMA_405B: dict[str, Any] = {
@@ -305,3 +307,23 @@ def test_copies_of_offloaded_activations_take_time_where_the_link_to_main_memory
     assert main(asked) == 0
     out, _ = capsys.readouterr()
     assert f"their copies at 32 GB/s add {slow['offload_seconds']:.2f} s to a step" in out
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        (MASKED_BERT, "norms after the residual sums, as the original BERT"),
+        (T5, "the model is a T5 of transformers"),
+    ],
+)
+def test_a_model_that_can_not_be_trained_is_refused_with_the_plan_that_works(
+    document: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "config.json"
+    place.write_text(json.dumps(document))
+    assert main([str(place)]) == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert f"`megaconv plan {place}` lists" in said
+    assert "--saver" not in said
+    assert run("plan", place).status == 0

@@ -1,0 +1,56 @@
+"""The message of an error in the words of a command line: one line, with the nearest name that exists.
+
+Typer's own message has three lines. Its suggestion may be a long option of another subject.
+"""
+
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+_FULL_NAMES = {
+    "--tp": "tensor", "--pp": "pipeline", "--vpp": "virtual-pipeline", "--ep": "expert", "--etp": "expert-tensor",
+    "--cp": "context",
+}  # fmt: skip
+"""Short options of parallel sizes -> the full words of their subject."""
+
+
+def wrong_usage(error: Any) -> str:
+    """Return the message of typer's error in one line, with a remedy. error: a UsageError of typer's click."""
+    message = _in_plain_words(error.format_message()).rstrip(".")
+    message = message[0].lower() + message[1:]
+    if error.ctx is None or message.endswith("?"):
+        return message.replace("'. Did", "'; did")
+    command = "megaconv" if error.ctx.parent is None else f"megaconv {error.ctx.command.name}"
+    if hasattr(error, "possibilities"):
+        return (
+            f"no option {error.option_name}; {_nearest(error)}`{command} --help` lists the options"
+        )
+    return f"{message}; `{command} --help` describes the command"
+
+
+def _nearest(error: Any) -> str:
+    """Return `did you mean --tp? `, or nothing."""
+    known = dict(_spellings(error.ctx.command.params))
+    near = get_close_matches(error.option_name, known, n=1, cutoff=0.75)
+    return f"did you mean {known[near[0]]}? " if near else ""
+
+
+def _spellings(parameters: Any) -> Iterator[tuple[str, str]]:
+    """Yield (a spelling of an option, its shortest spelling) for each option that --help shows."""
+    for each in parameters:
+        spelled = [name for name in each.opts if name.startswith("--")]
+        if not spelled or each.hidden:
+            continue
+        shortest = min(spelled, key=len)
+        yield from ((name, shortest) for name in (*spelled, *each.secondary_opts))
+        subject = _FULL_NAMES.get(shortest)
+        if subject is not None:
+            yield f"--{subject}-parallel-size", shortest
+            yield f"--{subject}-model-parallel-size", shortest
+
+
+def _in_plain_words(message: str) -> str:
+    """Typer's message, with a kind of number in place of the name of a type: `'two' is not a valid int range`."""
+    numbers = {"int": "a whole number", "float": "a number"}
+    return re.sub(r"a valid (int|float)( range)?", lambda found: numbers[found[1]], message)
