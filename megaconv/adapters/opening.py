@@ -18,6 +18,7 @@ from megaconv.adapters.peft_files import (
     refuse_initialization,
 )
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UsageError
+from megaconv.families.parts.keys import CONFIG_NAME
 
 _READ_FROM = (*FLOATS, "float64")
 """Dtypes of an adapter's tensors."""
@@ -33,8 +34,10 @@ def open_adapter(directory: Path, *, with_base: bool = False) -> Adapter:
     directory = adapter_directory(directory)
     path = directory / CONFIG
     if not path.is_file():
+        is_model = (directory / CONFIG_NAME).is_file()
+        found = f"has no {CONFIG}" + (", and is a whole model" if is_model else "")
         raise UsageError(
-            f"--adapter {directory}: has no {CONFIG}; expected a directory as peft's save_pretrained leaves it"
+            f"--adapter {directory}: {found}; expected a directory as peft's save_pretrained leaves it"
         )
     config = read_adapter_config(path)
     if config.initialization and not with_base:

@@ -28,11 +28,12 @@ def sidecars(
     config: ModelConfig,
     dropouts: Mapping[str, float],
     beside_start: Mapping[str, Path] | None,
+    inside_start: Mapping[str, bytes],
 ) -> dict[str, bytes]:
     """Return the contents of the files by name.
 
-    beside_start: the files of the checkpoint that the run starts from. A tokenizer from the flags replaces the
-    checkpoint's.
+    beside_start: the files of the checkpoint that the run starts from. inside_start: files that it holds itself, as a
+    GGUF file its tokenizer. A tokenizer from the flags replaces the checkpoint's.
     """
     given = tokenizer_files(data, tokenizer)
     files: dict[str, bytes] = {}
@@ -40,7 +41,7 @@ def sidecars(
         content = read_sidecar(path)
         if not given or _says_something_else(name):
             files[name] = content
-    files |= given
+    files |= given or inside_start
     if data.chat_template is not None:
         template = Path(data.chat_template)
         files[CHAT_TEMPLATE] = read_sidecar(template)

@@ -10,11 +10,13 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_small
 from megaconv.errors import UsageError
+from megaconv.model.ir import Header
 from megatron_lite.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
@@ -29,6 +31,20 @@ REMEDY = (
 _PROBE = "Hello world"
 _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 """A line of tiktoken's files: a token in base64 and its rank."""
+
+
+def tokenizer_of(header: Header) -> Tokenizer | None:
+    """Return the tokenizer beside a checkpoint or inside it, as a GGUF file has it; None if there is none.
+
+    Raises as tokenizer_beside.
+    """
+    if not header.made:
+        return tokenizer_beside(header.files)
+    with TemporaryDirectory() as directory:  # transformers reads files alone
+        made = {name: Path(directory) / name for name in header.made}
+        for name, path in made.items():
+            path.write_bytes(header.made[name])
+        return tokenizer_beside({**header.files, **made})
 
 
 def tokenizer_beside(files: Mapping[str, Path]) -> Tokenizer | None:

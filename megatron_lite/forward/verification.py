@@ -16,7 +16,7 @@ from megaconv.input import input_at
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header
 from megaconv.options import LoadOptions
-from megatron_lite.data.beside import tokenizer_beside
+from megatron_lite.data.beside import tokenizer_of
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.forward.comparison import compute, require_comparable
@@ -150,7 +150,7 @@ def _tokens(path: Path, opened: Sequence[_Opened]) -> list[int]:
 
 def _tokenizer(opened: Sequence[_Opened]) -> Tokenizer:
     for each in opened:
-        found = tokenizer_beside(each.header.files)
+        found = tokenizer_of(each.header)
         if found is not None:
             return found
     places = " or ".join(each.place for each in opened)

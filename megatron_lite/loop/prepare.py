@@ -297,8 +297,10 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
     saving = settings.checkpointing
     if saving.save is None:
         return None
-    files = None if basis.start is None else basis.start.files
-    beside = sidecars(settings.data, setup.tokenizer, setup.config, basis.dropouts, files)
+    start = basis.start
+    files = None if start is None else start.files
+    inside = {} if start is None else start.header.made
+    beside = sidecars(settings.data, setup.tokenizer, setup.config, basis.dropouts, files, inside)
     kind = "adapter" if settings.lora.wanted else saving.ckpt_format
     is_stored = is_store(saving.save)
     # Files of a store are written to the local disk first.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import Start
-from megatron_lite.data.beside import tokenizer_beside
+from megatron_lite.data.beside import tokenizer_of
 from megatron_lite.data.tokenizer import (
     BERT_TYPES,
     Tokenizer,
@@ -25,7 +25,7 @@ def make_tokenizer(settings: Settings, start: Start | None, extra_ids: int | Non
     found = type_of_files(data.tokenizer_model, data.vocab_file, data.merge_file)
     kind = data.tokenizer_type or found
     if kind is None:
-        beside = tokenizer_beside(start.files) if start is not None else None
+        beside = tokenizer_of(start.header) if start is not None else None
         if beside is not None:
             return beside
         vocab = start.config.vocab if start is not None else size

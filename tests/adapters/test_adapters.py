@@ -647,7 +647,11 @@ def test_a_missing_adapter_and_a_directory_without_one_have_different_errors(
         "adaptor",
         "no such directory",
     )
-    assert_refused(run("merge", model, model, "--save-dir", out), 2, "has no adapter_config.json")
+    assert_refused(
+        run("merge", model, model, "--save-dir", out),
+        2,
+        "has no adapter_config.json, and is a whole model",
+    )
 
 
 def test_the_newest_adapter_of_a_run_is_merged_and_named(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from megaconv.errors import UsageError
-from megatron_lite.data.beside import tokenizer_beside
+from megatron_lite.checkpoint.restore import open_weights
+from megatron_lite.checkpoint.sidecars import sidecars
+from megatron_lite.data.beside import tokenizer_beside, tokenizer_of
 from megatron_lite.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
     TokenizerOptions,
     build_tokenizer,
 )
+from megatron_lite.settings.learning import Data
+from tests.conftest import FIXTURES
 from tests.trainer.data.vocabularies import TEXTS, gpt2_files, sentencepiece_model
 
 LLAMA = Path(__file__).parents[2] / "fixtures" / "gguf-llama-spm" / "hf"
@@ -115,3 +119,21 @@ def test_a_tokenizer_that_can_not_be_read_is_refused_with_what_to_do(
 def test_a_checkpoint_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert beside(tmp_path) is None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["llama-spm", "gpt2-bpe", "qwen2-bpe"])
+def test_the_tokenizer_inside_a_gguf_file_is_that_of_the_original_and_is_saved_with_a_run(
+    name: str, tmp_path: Path
+) -> None:
+    start = open_weights(str(FIXTURES / f"gguf-{name}" / f"{name}-bf16.gguf"))
+    original = HuggingFaceTokenizer(str(FIXTURES / f"gguf-{name}" / "hf"))
+    found = tokenizer_of(start.header)
+    assert found is not None
+    expected = [original.tokenize(text) for text in TEXTS]
+    assert [found.tokenize(text) for text in TEXTS] == expected
+    files = sidecars(Data(), found, start.config, {}, start.files, start.header.made)
+    for file, content in files.items():
+        (tmp_path / file).write_bytes(content)
+    saved = HuggingFaceTokenizer(str(tmp_path))
+    assert [saved.tokenize(text) for text in TEXTS] == expected
