@@ -7,11 +7,13 @@ tensors are loaded by Bridge's load_megatron_model, at a tensor-parallel size of
 """
 
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests import delta_net_oracle
 from tests.bridge_oracle import answer_jobs, import_bridge
 
 ON_CPU = {
@@ -40,7 +42,8 @@ def answer(job: dict[str, Any], world: int) -> dict[str, Any]:
     version = checkpointing.get_checkpoint_name(job["checkpoint"], iteration, release)
     parallel_state.initialize_model_parallel(world)
     try:
-        overrides = {**ON_CPU, "tensor_model_parallel_size": world}
+        provider, _ = model_load_save.load_model_config(version)
+        overrides = {**ON_CPU, **_of_linear_layers(provider), "tensor_model_parallel_size": world}
         (model,) = model_load_save.load_megatron_model(
             version, use_cpu_init=True, mp_overrides=overrides
         )
@@ -56,6 +59,15 @@ def answer(job: dict[str, Any], world: int) -> dict[str, Any]:
         return {"provider": type(model.config).__name__}
     finally:
         parallel_state.destroy_model_parallel()
+
+
+def _of_linear_layers(provider: Any) -> dict[str, Any]:
+    """The setting with which core's linear attention runs on a CPU; empty for other models."""
+    if getattr(provider, "experimental_attention_variant", None) is None:
+        return {}
+    delta_net_oracle.replace_length()
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return {"deterministic_mode": True}
 
 
 def serve(rank: int, world: int, rendezvous: str, jobs: list[dict[str, Any]]) -> None:

@@ -58,34 +58,36 @@ class Case:
     """The provider that an output names; empty if none is written."""
     dtype: str = "fp32"
     """The dtype in which Bridge saves it."""
-    rounded: tuple[str, ...] = ()
-    """Ends of the names of tensors that Bridge rounds: it stores these norms without their 1."""
 
 
 TANH = {"hidden_act": "gelu_pytorch_tanh"}
 NO_DEEPSTACK = {**TANH, "deepstack_visual_indexes": []}
-OUT_NORM = ("linear_attn.norm.weight",)
+OUT_NORM = "linear_attn.norm.weight"
+"""The end of the names of norms that Bridge stores without their 1."""
 LINEAR = {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0}
 GEMMA_ROPES = {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": ROPE}}
+WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EPSILON = {"rms_norm_eps": 1e-5}
-"""Bridge's Gemma 3 has this epsilon in its norms after sublayers, whatever its settings say."""
+"""Bridge's Gemma 3 and EXAONE 4.5 have this epsilon in their norms after sublayers, whatever their settings say."""
 CASES: Mapping[str, Case] = {
     "qwen2_5_vl": Case(provider="Qwen25VLModelProvider"),
     "qwen3_vl": Case(vision=TANH, provider="Qwen3VLModelProvider"),
     "qwen3_vl_moe": Case(vision=TANH, provider="Qwen3VLMoEModelProvider"),
     "glm4v_moe": Case(text={"use_qk_norm": False}, provider="GLM45VModelProvider"),
     "qwen2_audio": Case(provider="Qwen2AudioModelProvider"),
-    "exaone4_5": Case(),
+    "exaone4_5": Case(text={**EPSILON, **WINDOWS}, provider="Exaone45ModelProvider"),
     "gemma3": Case(
-        text={**EPSILON, **GEMMA_ROPES, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        text={**EPSILON, **GEMMA_ROPES, **WINDOWS},
         vision={"vision_use_head": False},
         whole={"tie_word_embeddings": True, "mm_tokens_per_image": 4},
         provider="Gemma3VLModelProvider",
         dtype="bf16",
     ),
-    "mistral3": Case(vision={"rope_parameters": ROPE}),
-    "qwen3_5": Case(vision=NO_DEEPSTACK, rounded=OUT_NORM),
-    "qwen3_5_moe": Case(vision=NO_DEEPSTACK, rounded=OUT_NORM),
+    "mistral3": Case(
+        vision={"rope_parameters": ROPE, "image_size": 56}, provider="Ministral3ModelProvider"
+    ),
+    "qwen3_5": Case(vision=NO_DEEPSTACK, provider="Qwen35VLModelProvider"),
+    "qwen3_5_moe": Case(vision=NO_DEEPSTACK, provider="Qwen35VLMoEModelProvider"),
 }
 WRITTEN = tuple(name for name, case in CASES.items() if case.provider)
 
@@ -109,21 +111,32 @@ def made(name: str, case: Case, directory: Path) -> Any:
     if "vision_config" in raw:
         raw["vision_config"] |= case.vision
     (directory / "config.json").write_text(json.dumps(raw))
-    if raw["tie_word_embeddings"]:
-        stored = load_file(directory / "model.safetensors")
-        tied = {key: tensor for key, tensor in stored.items() if "lm_head" not in key}
-        save_file(tied, directory / "model.safetensors", metadata={"format": "pt"})
+    stored = load_file(directory / "model.safetensors")
+    tensors = {
+        key: exact_without_1(tensor) if key.endswith(OUT_NORM) else tensor
+        for key, tensor in stored.items()
+        if not (raw["tie_word_embeddings"] and "lm_head" in key)
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return loaded(directory)
 
 
+def exact_without_1(weight: torch.Tensor) -> torch.Tensor:
+    """The weight with few bits, so that subtracting 1 doesn't round it."""
+    return (weight * 64).round() / 64
+
+
 def loaded(directory: Path) -> Any:
-    """transformers' model. Bridge's mergers of Qwen3-VL compute the approximation of gelu, so these do too."""
+    """transformers' model. Bridge's mergers of Qwen3-VL and Qwen 3.5 compute the approximation of gelu, so these do too."""
     from transformers import AutoModelForMultimodalLM
 
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     model = AutoModelForMultimodalLM.from_pretrained(directory, **options).eval()
     for module in model.modules():
-        if type(module).__name__.startswith("Qwen3VL") and "Merger" in type(module).__name__:
+        if (
+            type(module).__name__.startswith(("Qwen3VL", "Qwen3_5"))
+            and "Merger" in type(module).__name__
+        ):
             module.act_fn = torch.nn.GELU(approximate="tanh")
     return model
 
@@ -154,10 +167,7 @@ def test_every_bit_that_megatron_bridge_imported_comes_back(
     expected, found = weights(tmp_path / "expected"), weights(tmp_path / "back")
     assert set(found) == set(expected)
     for key, tensor in expected.items():
-        if key.endswith(case.rounded):
-            torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-6)
-        else:
-            assert torch.equal(found[key], tensor), key
+        assert torch.equal(found[key], tensor), key
     files = [tmp_path / side / "config.json" for side in ("expected", "back")]
     assert json.loads(files[0].read_text()) == json.loads(files[1].read_text())
 
@@ -212,6 +222,10 @@ def asked(name: str, medium: str) -> Asked:
     kinds[:, 2:6] = 1
     image = {"pixel_values": torch.randn(32, 3 * 2 * 14 * 14, generator=random)}
     image["image_grid_thw"] = torch.tensor([[1, 4, 4], [1, 4, 4]])
+    if name == "mistral3":
+        pixels = {"pixel_values": torch.randn(2, 3, 56, 56, generator=random)}
+        pixels["image_sizes"] = torch.tensor([[56, 56], [56, 56]])
+        return Asked({"input_ids": ids, **pixels}, {}, {})
     if name == "gemma3":
         pixels = {"pixel_values": torch.randn(2, 3, 28, 28, generator=random)}
         return Asked({"input_ids": ids, **pixels}, {"token_type_ids": kinds}, {})

@@ -178,10 +178,33 @@ def test_gemma_3_with_windows_in_no_regular_pattern_is_refused(gemma: Path, tmp_
 def test_a_multimodal_model_whose_provider_is_not_written_is_refused_by_name(
     tmp_path: Path,
 ) -> None:
-    create(MODELS["exaone4_5"], tmp_path / "hf")
-    with pytest.raises(NotExpressible, match=r"Exaone4_5_.*: .*known: qwen2_5_vl"):
+    create(MODELS["llava"], tmp_path / "hf")
+    with pytest.raises(NotExpressible, match=r"LlavaFor.*: .*known: qwen2_5_vl"):
         megaconv.convert(tmp_path / "hf", tmp_path / "out", **FOR_BRIDGE)
     assert not (tmp_path / "out").exists()
+
+
+def test_mistral_small_is_refused_because_bridge_builds_ministral_3_alone(tmp_path: Path) -> None:
+    """Both have the model_type mistral3."""
+    create(MODELS["mistral3"], tmp_path / "hf")
+    with pytest.raises(NotExpressible, match=r"its language model is mistral;.*ministral3 alone"):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", **FOR_BRIDGE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_exaone_names_its_layers_and_its_padded_vocabulary(tmp_path: Path) -> None:
+    create(MODELS["exaone4_5"], tmp_path / "hf")
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", **FOR_BRIDGE, tp=2)
+    model = yaml.safe_load((tmp_path / "out" / VERSION / "run_config.yaml").read_text())["model"]
+    assert model["transformer_layer_spec"]["_target_"].endswith("exaone_45_transformer_layer_spec")
+    text = json.loads((tmp_path / "hf/config.json").read_text())["text_config"]
+    assert (text["vocab_size"], model["vocab_size"]) == (131, 256)
+    target = model["hf_text_config"].pop("_target_")
+    assert target.endswith("exaone4.configuration_exaone4.Exaone4Config")
+    assert model["hf_text_config"] == text
+    megaconv.convert(tmp_path / "out", tmp_path / "back", saver="hf", config=tmp_path / "hf")
+    weights = [megaconv.fingerprint(tmp_path / side).weights for side in ("hf", "back")]
+    assert weights[0] == weights[1]
 
 
 def test_another_word_and_another_format_are_refused(tmp_path: Path) -> None:

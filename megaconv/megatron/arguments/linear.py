@@ -14,7 +14,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 
 _VARIANT = "gated_delta_net"
-_SIZES = {
+LINEAR_SIZES = {
     "linear_num_key_heads": "linear.key_heads",
     "linear_num_value_heads": "linear.value_heads",
     "linear_key_head_dim": "linear.key_dim",
@@ -27,7 +27,7 @@ def linear_arguments(config: ModelConfig) -> dict[str, Any]:
     """All arguments of linear attention; empty for models without it."""
     if not config.has("linear_layers"):
         return {}
-    sizes = {name: value_of(config, field) for name, field in _SIZES.items()}
+    sizes = {name: value_of(config, field) for name, field in LINEAR_SIZES.items()}
     return sizes | {
         "experimental_attention_variant": _VARIANT,
         "linear_attention_freq": [int(kind.mixer == "linear") for kind in config.layers],
@@ -42,5 +42,5 @@ def read_linear(args: Namespace) -> dict[str, Any]:
     """The fields of linear attention; empty for other attention."""
     if getattr(args, "experimental_attention_variant", None) != _VARIANT:
         return {}
-    found = {field: getattr(args, name, None) for name, field in _SIZES.items()}
+    found = {field: getattr(args, name, None) for name, field in LINEAR_SIZES.items()}
     return {field: value for field, value in found.items() if value is not None}

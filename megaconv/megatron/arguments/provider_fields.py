@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import NotExpressible
-from megaconv.megatron.arguments.gemma3_provider import BUILT_BY_GEMMA3, GEMMA3, gemma3_fields
+from megaconv.megatron.arguments.gemma3_provider import GEMMA3, gemma3_fields
+from megaconv.megatron.arguments.linear import LINEAR_SIZES
 from megaconv.megatron.arguments.provider import RENAMED, provider_arguments
 from megaconv.megatron.arguments.read import from_arguments, tensor_fields
 from megaconv.megatron.arguments.rope import YARN, YARN_TRUNCATE, has_yarn
 from megaconv.megatron.arguments.whole import without_images
-from megaconv.megatron.arguments.whole_provider import whole_fields
+from megaconv.megatron.arguments.whole_provider import provider_of, whole_fields
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.layout import Layout
@@ -113,6 +114,12 @@ _OF_LATENT = (
         "original_max_position_embeddings",
     ),
 )
+_OF_LINEAR = (
+    "experimental_attention_variant",
+    "linear_attention_freq",
+    *LINEAR_SIZES,
+    "hetereogenous_dist_checkpoint",
+)
 _PARALLEL = (
     *(
         "tensor_model_parallel_size",
@@ -165,7 +172,7 @@ def provider_fields(config: ModelConfig, layout: Layout, args: Namespace) -> dic
 def _language_model(config: ModelConfig, layout: Layout, args: Namespace) -> dict[str, Any]:
     """The fields of a model without encoders, or of the language model inside. Raises NotExpressible."""
     is_gemma3 = config.whole is not None and config.family == GEMMA3
-    built = BUILT_BY_GEMMA3 if is_gemma3 else ()
+    built = provider_of(config.whole).builds if config.whole else ()
     lacking = [
         what for feature, what in _NOT_BUILT.items() if config.has(feature) and feature not in built
     ]
@@ -179,6 +186,7 @@ def _language_model(config: ModelConfig, layout: Layout, args: Namespace) -> dic
         *_PARALLEL,
         *(_OF_LATENT if latent else ()),
         *(_OF_EXPERTS if config.experts.count else ()),
+        *(_OF_LINEAR if config.has("linear_layers") else ()),
     ]
     names += (*YARN.values(), YARN_TRUNCATE) if has_yarn(config) else ()
     fields = {name: given[name] for name in names if name in given}

@@ -11,7 +11,7 @@ providers below megatron/bridge/models and their provider_bridge(), Megatron-Bri
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from megaconv.errors import NotExpressible
 from megaconv.families.parts.language_model import TEXT
 from megaconv.families.parts.towers import VISION
 from megaconv.families.parts.whole_model import named
-from megaconv.megatron.arguments.gemma3_provider import gemma3_projector
+from megaconv.megatron.arguments.gemma3_provider import BUILT_BY_GEMMA3, gemma3_projector
 from megaconv.model.beside import Whole
 
 _BRIDGE, _TRANSFORMERS = "megatron.bridge.models", "transformers.models"
@@ -41,12 +41,27 @@ class Provider:
     """True if the provider builds Transformer Engine's layers, whatever its fields say."""
     holder: str = VISION
     """The field with this configuration. `hf_config` is the config.json of the whole model."""
-    projector: Callable[[Mapping[str, Any], Namespace], dict[str, Any]] | None = None
-    """Gives the fields of a projector with a configuration of its own, from config.json and the language model's arguments."""
+    layers: str = ""
+    """The function that specifies the layers, if core's own one for a GPTModel doesn't."""
+    builds: tuple[str, ...] = ()
+    """Features of a language model that the general providers don't build, and this one does."""
+    section: tuple[int, ...] = ()
+    """transformers' mrope section of a config.json without one."""
+    text: str = ""
+    """The model_type of the only language model that it builds, where the model has several kinds."""
+    further: Callable[[Mapping[str, Any], Namespace], dict[str, Any]] | None = None
+    """Gives the fields that this provider alone has, from config.json and the language model's arguments."""
 
 
 def _same(*names: str) -> Mapping[str, str]:
     return MappingProxyType({name: name for name in names})
+
+
+def _exaone_text(whole: Mapping[str, Any], args: Namespace) -> dict[str, Any]:
+    """The configuration of EXAONE's language model, which names its positions, and its vocabulary, which Bridge doesn't pad."""
+    target = f"{_TRANSFORMERS}.exaone4.configuration_exaone4.Exaone4Config"
+    text = {"_target_": target, **whole[TEXT]}
+    return {"hf_text_config": text, "vocab_size": args.padded_vocab_size}
 
 
 _ENDS = ("bos_token_id", "eos_token_id")
@@ -64,6 +79,17 @@ _OF_GEMMA = {
     "vision_end_token_id": "eoi_token_index",
     "image_token_id": "image_token_index",
 }
+_QWEN_35 = Provider(
+    f"{_BRIDGE}.qwen_vl.qwen35_vl_provider.Qwen35VLModelProvider",
+    f"{_TRANSFORMERS}.qwen3_5.configuration_qwen3_5.Qwen3_5VisionConfig",
+    _OF_QWEN,
+    only=_QWEN_3,
+    needs_engine=True,
+    layers="megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec",
+    builds=("linear_layers",),
+    section=(11, 11, 10),
+)
 PROVIDERS: Mapping[str, Provider] = MappingProxyType(
     {
         "qwen2_5_vl": Provider(
@@ -95,7 +121,33 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
             f"{_TRANSFORMERS}.siglip.configuration_siglip.SiglipVisionConfig",
             _OF_GEMMA,
             needs_engine=True,
-            projector=gemma3_projector,
+            builds=BUILT_BY_GEMMA3,
+            further=gemma3_projector,
+        ),
+        "mistral3": Provider(
+            f"{_BRIDGE}.ministral3.ministral3_provider.Ministral3ModelProvider",
+            f"{_TRANSFORMERS}.mistral3.configuration_mistral3.Mistral3Config",
+            {"image_token_id": "image_token_index"},
+            needs_engine=True,
+            holder="hf_config",
+            layers=f"{_BRIDGE}.ministral3.ministral3_provider.ministral_layer_spec",
+            text="ministral3",
+        ),
+        "qwen3_5": _QWEN_35,
+        "qwen3_5_moe": replace(
+            _QWEN_35,
+            target=f"{_BRIDGE}.qwen_vl.qwen35_vl_provider.Qwen35VLMoEModelProvider",
+            config=f"{_TRANSFORMERS}.qwen3_5_moe.configuration_qwen3_5_moe.Qwen3_5MoeVisionConfig",
+        ),
+        "exaone4_5": Provider(
+            f"{_BRIDGE}.exaone.exaone45.exaone45_provider.Exaone45ModelProvider",
+            f"{_TRANSFORMERS}.exaone4_5.configuration_exaone4_5.Exaone4_5_VisionConfig",
+            {**_OF_QWEN, "vision_token_id": "vision_token_id"},
+            only={"hidden_act": "silu"},
+            needs_engine=True,
+            layers=f"{_BRIDGE}.exaone.exaone45.exaone45_provider.exaone_45_transformer_layer_spec",
+            builds=("output_norm",),
+            further=_exaone_text,
         ),
         "qwen2_audio": Provider(
             f"{_BRIDGE}.qwen_audio.qwen2_audio_provider.Qwen2AudioModelProvider",
@@ -108,19 +160,30 @@ PROVIDERS: Mapping[str, Provider] = MappingProxyType(
 """model_type -> its provider."""
 
 
+def provider_of(whole: Whole) -> Provider:
+    """The provider of a multimodal model. Raises NotExpressible, which names the model, if no provider is known."""
+    provider = PROVIDERS.get(str(whole.config.get("model_type")))
+    if provider is None:
+        raise NotExpressible(
+            f"{named(whole.config)}: no Megatron-Bridge provider of this multimodal model is written; "
+            f"leave out --option for=megatron-bridge, or pass --text-only; known: {', '.join(PROVIDERS)}"
+        )
+    text = (whole.config.get(TEXT) or {}).get("model_type")
+    if provider.text not in ("", text):
+        raise NotExpressible(
+            f"{named(whole.config)}: its language model is {text}; Megatron-Bridge builds this multimodal model with "
+            f"{provider.text} alone; leave out --option for=megatron-bridge, or pass --text-only"
+        )
+    return provider
+
+
 def whole_fields(whole: Whole, args: Namespace) -> dict[str, Any]:
     """The fields that replace and complete those of the language model by itself.
 
     args: the arguments that are written for Megatron-LM, with mrope_section.
     Raises NotExpressible for a model whose provider isn't known, and for layers that the provider doesn't build.
     """
-    kind = str(whole.config.get("model_type"))
-    provider = PROVIDERS.get(kind)
-    if provider is None:
-        raise NotExpressible(
-            f"{named(whole.config)}: no Megatron-Bridge provider of this multimodal model is written; "
-            f"leave out --option for=megatron-bridge, or pass --text-only; known: {', '.join(PROVIDERS)}"
-        )
+    provider = provider_of(whole)
     if provider.needs_engine and args.transformer_impl != _ENGINE:
         raise NotExpressible(
             f"--transformer-impl {args.transformer_impl}: Megatron-Bridge builds {named(whole.config)} of Transformer Engine's "
@@ -138,10 +201,12 @@ def whole_fields(whole: Whole, args: Namespace) -> dict[str, Any]:
         provider.holder: {"_target_": provider.config, **described},
         **_tokens(whole.config, provider),
     }
-    if provider.projector is not None:
-        fields |= provider.projector(whole.config, args)
-    section = getattr(args, "mrope_section", None)
-    if section is not None:
+    if provider.layers:
+        fields["transformer_layer_spec"] = {"_target_": provider.layers, "_call_": False}
+    if provider.further is not None:
+        fields |= provider.further(whole.config, args)
+    section = getattr(args, "mrope_section", None) or provider.section
+    if section:
         fields |= {"position_embedding_type": "mrope", "mrope_section": list(section)}
     return fields
 
