@@ -137,7 +137,8 @@ class Route:
             y = self.order.back(y)
         if self.among_parts is not None:
             ranks, rows = len(self.among_parts.sent), self.among_parts.sent[0]
-            y = self.among_parts.back(y).view(ranks, rows, -1).sum(0) if rows else y[:0]
+            # Collective, also for a rank without rows: others may have some.
+            y = self.among_parts.back(y).view(ranks, rows, y.shape[-1]).sum(0)
         return y if self.among_experts is None else self.among_experts.back(y)
 
 
