@@ -39,6 +39,7 @@ def configure(
     if larger:  # the files show whether there is a head, whatever config.json says
         config = changed(config, {"tie_embeddings": found["tie_embeddings"]})
     config = _with_scores(config, found)
+    found = _with_used_positions(found, config)
     described = dict(found)
     if hasattr(args, "num_attention_heads"):
         described["attention.heads"] = args.num_attention_heads
@@ -69,6 +70,12 @@ def _with_scores(config: ModelConfig, found: Mapping[str, Any]) -> ModelConfig:
         return config
     fields = ("head.labels_bias",) if config.head.labels else (*OF_SCORES, "tie_embeddings")
     return changed(config, {name: found[name] for name in fields})
+
+
+def _with_used_positions(found: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
+    """What the tensors show, without the unused rows at the start of the table of positions (OPT)."""
+    rows = found.get("max_positions")
+    return found if rows is None else {**found, "max_positions": rows - config.positions.offset}
 
 
 def _first_width(config: ModelConfig) -> int:

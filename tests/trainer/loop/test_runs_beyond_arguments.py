@@ -16,6 +16,7 @@ QUICK = (
     "kolibri1",
     "cohere2_moe, sigmoid",
     "cohere, norms of q and k",
+    "opt",
 )
 MODELS = (
     *QUICK,
@@ -25,13 +26,14 @@ MODELS = (
     "gptj",
     "codegen",
     "gpt_neo",
+    "biogpt",
     "apertus, biases",
     "beam",
     "dbrx",
     "modernbert_decoder",
     "openai_gpt",
 )
-"""ALiBi, sines, other sets of biases, other routers, or a norm for each head."""
+"""ALiBi, sines, other sets of biases, other routers, a norm for each head, or unused positions."""
 EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in MODELS]
 LAYOUTS = ("--tp 2 --sequence-parallel", "--pp 2 --ckpt-format torch")
 
@@ -64,3 +66,11 @@ def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     dropped = {key: 0.0 for key in raw if "dropout" in key}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(raw | dropped))
     assert_goes_on_elsewhere(tmp_path / "hf", tmp_path, LAYOUTS)
+
+
+@pytest.mark.slow
+def test_a_run_with_unused_positions_goes_on_at_another_layout(tmp_path: Path) -> None:
+    """The table of OPT's positions has two rows more than config.json says."""
+    create(BEYOND_MEGATRON["opt"], tmp_path / "hf")
+    notice = "Megatron's arguments can't describe this model's mlp.activation, positions.offset"
+    assert_goes_on_elsewhere(tmp_path / "hf", tmp_path, LAYOUTS, notice=notice)
