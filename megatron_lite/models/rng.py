@@ -1,8 +1,9 @@
 """Dropout without a random state: seed, step, microbatch and place in the model determine the dropped elements.
 
 A step drops the same elements in every layout (of equal microbatches). Recomputation drops the same elements again, and
-a checkpoint has no state to store. Attention weights are the exception: each tensor rank draws for its own heads. A
-context rank that has some heads of all tokens also draws for its own heads.
+a checkpoint has no state to store. There are two exceptions. For attention weights, each tensor rank draws for its own
+heads, and so does a context rank that has some heads of all tokens. For the adapters of experts, each rank draws for the
+rows of its own experts.
 """
 
 from collections.abc import Iterator
@@ -59,10 +60,18 @@ class Seed:
         return Seed(self.value, _SOURCE, context=self._context)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def drop(self, x: Tensor, probability: float, at: At, ranks: TensorGroup) -> Tensor:
+    def drop(
+        self,
+        x: Tensor,
+        probability: float,
+        at: At,
+        ranks: TensorGroup,
+        columns: TensorGroup | None = None,
+    ) -> Tensor:
         """x [sequence (/ cp, / tp), batch, width] with some elements 0 and the others scaled up.
 
-        Every rank draws for the whole sequence. So ranks agree on the mask, whether they share the sequence or not.
+        columns: the ranks that share the width; None: each rank has the whole width.
+        Every rank draws for the whole sequence and width. So ranks agree on the mask, whether they share them or not.
         """
         generator = torch.Generator(x.device).manual_seed(mix(self.value, at.layer, at.place))
         context = self._context
@@ -71,7 +80,11 @@ class Seed:
             * (ranks.size if ranks.sequence else 1)
             * (context.size if context is not None else 1)
         )
-        kept = x.new_empty(length, *x.shape[1:]).bernoulli_(1 - probability, generator=generator)
+        *batch, width = x.shape[1:]
+        first, parts = (0, 1) if columns is None else (columns.rank * width, columns.size)
+        kept = x.new_empty(length, *batch, width * parts)
+        kept.bernoulli_(1 - probability, generator=generator)
+        kept = kept.narrow(-1, first, width)
         own = kept if context is None else context.own_part(kept, 0)
         return x * (ranks.own_part(own) / (1 - probability))
 

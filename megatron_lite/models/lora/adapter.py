@@ -74,7 +74,7 @@ class Adapter(nn.Module):
         layer, number = place
         stream = rng.LORA + number
         if sharding is Sharding.ROWS:
-            stream += rng.LORA * (1 + self.ranks.rank)
+            stream += rng.LORA
         self.at = rng.At(layer, stream)
         self.pairs = nn.ModuleDict()
         self.rows: list[int] = []
@@ -131,9 +131,9 @@ class Adapter(nn.Module):
     def _dropped(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.options.dropout:
             return x
-        # A row-sharded matrix gets the whole sequence but only this rank's columns.
-        whole = self.sharding is Sharding.ROWS
-        dropped: Tensor = self.seed.drop(
-            x, self.options.dropout, self.at, TensorGroup() if whole else self.ranks
-        )
+        probability, ranks, columns = self.options.dropout, self.ranks, None
+        if self.sharding is Sharding.ROWS:
+            # A row-sharded matrix gets the whole sequence but only this rank's columns.
+            ranks, columns = TensorGroup(), self.ranks
+        dropped: Tensor = self.seed.drop(x, probability, self.at, ranks, columns)
         return dropped

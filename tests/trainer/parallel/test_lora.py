@@ -315,7 +315,8 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
 def test_dropout_of_adapters_is_the_same_at_every_layout_and_when_computed_again(
     world: World,
 ) -> None:
-    case = Case("llama-all-linear", lora=LoRA(4, 8, ("q_proj", "v_proj", "gate_proj"), dropout=0.3))
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+    case = Case("llama-all-linear", lora=LoRA(4, 8, targets, dropout=0.3))
     (alone,) = world.run(1, train, case, 3)
     (plain,) = world.run(1, train, replace(case, lora=replace(case.lora, dropout=0.0)), 3)
     assert alone[0] != pytest.approx(plain[0], rel=1e-6)
