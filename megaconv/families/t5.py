@@ -5,10 +5,20 @@ LayerNorm and learned positions. T5ForConditionalGeneration has none of these. m
 its own keys, and refuses features that the other side lacks.
 """
 
-from megaconv.errors import NotExpressible, UnknownFamily
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import model_keys
-from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_size, number, size
+from megaconv.families.parts.key_changes import without_keys
+from megaconv.families.parts.keys import (
+    CONFIG_NAME,
+    Fields,
+    Keys,
+    Raw,
+    need_flag,
+    need_size,
+    number,
+    size,
+)
 from megaconv.model.config import ModelConfig
 from megaconv.model.table import Copied, Fused, Row
 
@@ -257,15 +267,23 @@ def _read_heads(raw: Raw) -> Fields:
     }
 
 
-def _scaled_outputs(raw: Raw) -> Fields:
-    """Check that outputs are scaled exactly if the head is tied. The class decides it so, whatever the key says."""
-    tied = raw.get("tie_word_embeddings", True)
-    if raw.get("scale_decoder_outputs", tied) != tied:
-        raise UnknownFamily(
-            f"{CONFIG_NAME}: scale_decoder_outputs is {raw['scale_decoder_outputs']} and tie_word_embeddings {tied}; T5's outputs "
-            "are scaled if its head is tied, and only then"
+_TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
+
+
+def _read_head(raw: Raw) -> Fields:
+    """True if the head is tied. Outputs are scaled if it is, and only then.
+
+    transformers 5 writes tie_word_embeddings true for each T5, and a head of its own as lm_head.weight: only
+    scale_decoder_outputs tells both kinds apart.
+    """
+    tied = need_flag(raw, _TIED, True)
+    scaled = need_flag(raw, _SCALED, tied)
+    if scaled and not tied:
+        raise NotExpressible(
+            f"{CONFIG_NAME}: {_SCALED} true with {_TIED} false is not supported: T5's outputs are scaled if its head is tied, and "
+            "only then; correct one of them"
         )
-    return {}
+    return {"tie_embeddings": scaled}
 
 
 _T5 = {"positions.kind": "relative", "attention.scale": 1.0}
@@ -294,8 +312,8 @@ _KEYS = (
     Keys(
         ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation
     ),
-    *model_keys(tied=True, tokens=(None, 1, 0)),
-    Keys(("scale_decoder_outputs",), _scaled_outputs, lambda config: {}),
+    *without_keys(model_keys(tied=True, tokens=(None, 1, 0)), _TIED),
+    Keys((_TIED, _SCALED), _read_head, lambda config: {_TIED: config.tie_embeddings}),
     Keys(
         ("decoder_start_token_id",),
         lambda raw: {},

@@ -68,7 +68,8 @@ def test_two_keys_beside_the_ropes_change_nothing_as_in_transformers() -> None:
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"rope_parameters": None}, "rope_parameters should have full_attention, which may be null, found None"),
     ({"rope_parameters": {"full_attention": None}}, "should have sliding_attention, which may be null"),
-    ({"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4},
+                          "sliding_attention": {"rope_theta": 2e4, "rope_type": "linear", "factor": 2.0}}},
      "rope scaling of layers with a window alone is not supported"),
     ({"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),

@@ -517,9 +517,10 @@ def test_phi_3_5_moe_with_another_scaling_than_longrope_is_refused() -> None:
 def test_yarn_of_one_kind_of_layers_begins_at_the_longest_text(family: str) -> None:
     """As in transformers: without an original length, max_position_embeddings is it."""
     raw = raw_config(family)
+    whole = {"partial_rotary_factor": 1.0}
     ropes = {
-        "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6, **whole},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, **whole},
     }
     found = families()[family].read_hf({**raw, "rope_scaling": None, "rope_parameters": ropes})
     assert found.positions.scaling is not None

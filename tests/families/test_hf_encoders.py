@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
-from megaconv.errors import CorruptCheckpoint, TensorMismatch
+from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
 from megaconv.families import families
 from tests import encoder_forward
 from tests.conftest import FIXTURES
@@ -322,20 +322,23 @@ def test_the_allowed_change_of_the_activation_changes_logits_little(tmp_path: Pa
 
 # transformers' T5.
 
+T5_SIZES = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "vocab_size": VOCAB,
+    "relative_attention_num_buckets": 6,
+}
+
 
 @pytest.fixture(scope="session")
 def hf_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
-    sizes = {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 48,
-        "num_layers": 3,
-        "num_decoder_layers": 2,
-        "num_heads": 4,
-    }
-    config = transformers.T5Config(**sizes, vocab_size=VOCAB, relative_attention_num_buckets=6)
+    config = transformers.T5Config(**T5_SIZES)
     torch.manual_seed(4)
     directory = tmp_path_factory.mktemp("t5")
     transformers.T5ForConditionalGeneration(config).save_pretrained(directory)
@@ -363,6 +366,60 @@ def test_transformers_t5_is_read_and_written_and_nothing_that_megatron_has(
     assert {name: said[name] for name in written if name in said} == {
         name: value for name, value in written.items() if name in said
     }
+
+
+@pytest.fixture(scope="session")
+def newer_t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A T5 1.1, with a head of its own and outputs without a scale, as transformers 5 saves it."""
+    import transformers
+
+    config = transformers.T5Config(
+        **T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    )
+    torch.manual_seed(5)
+    model = transformers.T5ForConditionalGeneration(config)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
+    directory = tmp_path_factory.mktemp("newer-t5")
+    model.save_pretrained(directory)
+    return directory
+
+
+def t5_logits(directory: Path) -> torch.Tensor:
+    import transformers
+
+    model = transformers.T5ForConditionalGeneration.from_pretrained(directory).eval()
+    tokens = torch.arange(20).reshape(2, 10)
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=tokens, decoder_input_ids=tokens + 7).logits
+    return logits
+
+
+def test_a_head_of_its_own_is_known_by_the_scale_of_outputs(newer_t5: Path, tmp_path: Path) -> None:
+    said = said_by(newer_t5)
+    assert (said["tie_word_embeddings"], said["scale_decoder_outputs"]) == (True, False)
+    config = open_checkpoint(newer_t5).config
+    assert not config.tie_embeddings
+    copy = convert(newer_t5, tmp_path / "copy", "hf")
+    found, expected = (load_file(path / "model.safetensors") for path in (copy, newer_t5))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(t5_logits(copy), t5_logits(newer_t5))
+    (copy / "config.json").write_text(json.dumps(families()["t5"].write_hf(config)))
+    assert torch.equal(t5_logits(copy), t5_logits(newer_t5))
+
+
+def test_outputs_that_are_scaled_without_a_tied_head_are_refused(
+    newer_t5: Path, tmp_path: Path
+) -> None:
+    scaled = save_as(
+        tmp_path / "scaled",
+        newer_t5,
+        load_file(newer_t5 / "model.safetensors"),
+        tie_word_embeddings=False,
+        scale_decoder_outputs=True,
+    )
+    with pytest.raises(NotExpressible, match="outputs are scaled if its head is tied"):
+        open_checkpoint(scaled)
 
 
 def test_an_encoder_of_an_impossible_depth_is_refused_at_once(hf_t5: Path, tmp_path: Path) -> None:

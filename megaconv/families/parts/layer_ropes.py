@@ -5,6 +5,7 @@ layers with one. transformers 5 writes one rope_parameters for each kind. megaco
 since neither version reads the other's.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
@@ -72,6 +73,7 @@ def nested_layer_ropes(theta: float, local_theta: float) -> Keys:
     ropes = layer_ropes(theta, local_theta)
 
     def read(raw: Raw) -> Fields:
+        _require_stated_bases(raw)
         return ropes.read({**length_of(raw), "rope_parameters": raw.get("rope_parameters")})
 
     def write(config: ModelConfig) -> Raw:
@@ -95,8 +97,11 @@ def partial_layer_ropes(
     }
 
     def read(raw: Raw) -> Fields:
+        _require_stated_bases(raw)
         stated = raw.get("rope_parameters") or usual
         found = ropes.read({**length_of(raw), "rope_parameters": stated})
+        if found["positions.scaling"] and (missing_share != 1.0 or raw.get(_PERCENT) is not None):
+            _require_shares(stated)
         shares = [need_number(stated.get(kind) or {}, _PERCENT, missing_share) for kind in _KINDS]
         own = None if shares[1] == shares[0] else shares[1]
         return {
@@ -140,6 +145,52 @@ def length_of(raw: Raw) -> Raw:
     return {_LENGTH: raw[_LENGTH]} if _LENGTH in raw else {}
 
 
+def _require_stated_bases(raw: Raw) -> None:
+    """Raise CorruptCheckpoint if rope_parameters lacks the base of a kind of layers that the model has."""
+    require_no_scaling_beside(raw)
+    stated, types = raw.get("rope_parameters"), raw.get("layer_types")
+    if stated is None:
+        return
+    _require_kinds(stated)
+    used = types if isinstance(types, list) else ()
+    described = {kind: stated.get(kind) for kind in _KINDS}
+    require_bases({kind: rope for kind, rope in described.items() if rope or kind in used})
+
+
+def require_no_scaling_beside(raw: Raw) -> None:
+    """Raise NotExpressible for a rope_scaling. transformers puts it in place of rope_parameters, and fails."""
+    scaling = raw.get("rope_scaling")
+    if scaling:
+        raise NotExpressible(
+            f"{CONFIG_NAME}: rope_scaling {scaling!r:.80} is not supported in this architecture: write it into rope_parameters"
+        )
+
+
+def require_bases(ropes: Mapping[str, Any]) -> None:
+    """Raise CorruptCheckpoint if a rope has no base. Classes that read no rope_theta beside rope_parameters have no
+    default for it.
+
+    ropes: kind of layers -> its rope.
+    """
+    for kind, rope in ropes.items():
+        if not isinstance(rope, Mapping) or rope.get("rope_theta") is None:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: rope_parameters has no rope_theta for {kind}, expected a number: write the base into the "
+                "rope of each kind of layers"
+            )
+
+
+def _require_shares(ropes: Mapping[str, Any]) -> None:
+    """Raise NotExpressible if a rope has no share. If a rope is scaled, transformers takes another share for it than
+    without scaling."""
+    for kind, rope in ropes.items():
+        if isinstance(rope, Mapping) and _PERCENT not in rope:
+            raise NotExpressible(
+                f"{CONFIG_NAME}: rope_parameters has no {_PERCENT} for {kind}, which is not supported with rope scaling: write "
+                "the share into the rope of each kind of layers"
+            )
+
+
 def _require_kinds(stated: Any) -> None:
     if not isinstance(stated, dict) or not any(
         isinstance(stated.get(kind), dict) for kind in _KINDS
@@ -151,4 +202,9 @@ def _require_kinds(stated: Any) -> None:
 
 def _flat(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope]:
     full = read_rope(raw, theta)
+    if local_theta is None and full[0] != theta:
+        raise NotExpressible(
+            f"{CONFIG_NAME}: rope_theta {full[0]:g} without rope_parameters is not supported in this architecture: transformers 5 "
+            f"takes {theta:g} for layers with a window then; write the bases into rope_parameters"
+        )
     return full, (full[0] if local_theta is None else need_number(raw, _LOCAL, local_theta), None)

@@ -10,7 +10,12 @@ from typing import Any
 
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw
-from megaconv.families.parts.layer_ropes import layer_ropes, length_of
+from megaconv.families.parts.layer_ropes import (
+    layer_ropes,
+    length_of,
+    require_bases,
+    require_no_scaling_beside,
+)
 from megaconv.families.parts.windows import layer_types
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each
@@ -22,15 +27,16 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 def ropes_or_none(theta: float, windows: Keys, usual: Raw | None = None) -> Keys:
     """The keys of windows, and of the ropes of both kinds of layers.
 
-    theta: the base if a rope doesn't give it. windows: the keys that give layers.window. usual: rope_parameters if the
+    theta: the base of a model without a rope. windows: the keys that give layers.window. usual: rope_parameters if the
     key is missing; None if it is required.
     """
     ropes = layer_ropes(theta, theta)
 
     def read(raw: Raw) -> Fields:
+        require_no_scaling_beside(raw)
         found: Any = windows.read(raw)["layers.window"]
         kinds = _kinds(found, raw["num_hidden_layers"])
-        of_kinds = _ropes_of(raw.get(_ROPE) or usual, kinds)
+        of_kinds = _ropes_of(usual if raw.get(_ROPE) is None else raw[_ROPE], kinds)
         rotates = tuple(of_kinds[kind] is not None for kind in kinds)
         rotation = _rotation(ropes, theta, of_kinds, length_of(raw))
         return {"layers.window": found, "layers.rotates": one_or_each(rotates), **rotation}
@@ -75,11 +81,12 @@ def _rotation(
 ) -> Fields:
     """Base and scaling, by the ropes of the kinds of layers that rotate. around: the key of the longest text."""
     rotating = {kind: rope for kind, rope in ropes.items() if rope is not None}
+    require_bases(rotating)
     if not rotating:
         return {"positions.theta": theta}
     one, *others = rotating.values()
     if others == [one] or not others:
-        rotating = {_FULL: one, _WINDOWED: {"rope_theta": one.get("rope_theta", theta)}}
+        rotating = {_FULL: one, _WINDOWED: {"rope_theta": one["rope_theta"]}}
         given = keys.read({**around, _ROPE: rotating})
         return {**given, "positions.local_theta": None}
     return keys.read({**around, _ROPE: rotating})

@@ -119,6 +119,8 @@ def test_a_setting_counts_as_in_transformers(case: str, tmp_path: Path) -> None:
 
 
 LINEAR: dict[str, Any] = {"rope_type": "linear", "factor": 3.0}
+PLAIN: dict[str, Any] = {"rope_type": "default"}
+LARGE: dict[str, Any] = {"rope_theta": 777.0}
 ALONE: dict[str, Any] = {"rope_parameters": MISSING, "rope_theta": 777.0}
 OF_KINDS = {
     "full_attention": {"rope_type": "default", "rope_theta": 55.0},
@@ -135,6 +137,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gpt_neo", {"attention_layers": ["local", "global"] * 2}, "attention_layers contradicts attention_types"),
     ("step3p5", {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
     ("gpt_neox", {"head_dim": 16}, "head_dim 16 is not supported in this architecture"),
+    ("olmo3", ALONE, "rope_theta 777 without rope_parameters .* transformers 5 takes 500000 for layers with a window"),
+    *((name, {**two_ropes(LINEAR, PLAIN), **LARGE}, "no rope_theta for full_attention") for name in ("beam", "mellum", "laguna")),
+    ("mellum", {**two_ropes(LINEAR, rope_of(55.0)), **LARGE}, "no rope_theta for full_attention"),
+    ("laguna", {**two_ropes(rope_of(55.0, **LINEAR), rope_of(77.0)), "partial_rotary_factor": 0.5}, "no partial_rotary_factor for full"),
+    ("mimo_v2_flash", two_ropes(rope_of(55.0, **LINEAR), rope_of(77.0)), "no partial_rotary_factor for full_attention"),
     ("nemotron_h", {"mamba_dt_min": 0.3}, "time_step_min is 0.001 and mamba_dt_min 0.3"),
 )  # fmt: skip
 """(small model, keys of its config.json, words of the refusal). transformers computes something else with each."""
@@ -148,6 +155,29 @@ def test_a_setting_that_is_not_computed_is_refused_by_name(
     before = logits_of_transformers(tmp_path, weights)
     change_config(tmp_path, **settings)
     assert difference(before, logits_of_transformers(tmp_path, weights)) > 1e-3
+    with pytest.raises(CheckpointError, match=words):
+        our_logits(tmp_path)
+
+
+FAILS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    *((name, two_ropes(PLAIN, PLAIN), "has no rope_theta for (full|sliding)_attention")
+      for name in ("beam", "cohere_compass_text", "mellum", "mimo_v2_flash", "laguna")),
+    *((name, two_ropes(rope_of(55.0), None), "has no rope_theta for sliding_attention") for name in ("mellum", "mimo_v2_flash", "laguna")),
+    *((name, {"rope_parameters": {}}, "should have") for name in ("beam", "mellum", "mimo_v2_flash", "laguna")),
+    *((name, {"rope_scaling": LINEAR}, "rope_scaling .* is not supported")
+      for name in ("beam", "cohere_compass_text", "mellum", "mimo_v2_flash", "laguna")),
+)  # fmt: skip
+"""(small model, keys of its config.json, words of the refusal). transformers can't make a model with them."""
+
+
+@pytest.mark.parametrize(("name", "settings", "words"), FAILS)
+def test_ropes_without_which_transformers_fails_are_refused(
+    name: str, settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    weights = saved(name, tmp_path)
+    change_config(tmp_path, **settings)
+    with pytest.raises((KeyError, TypeError)):
+        logits_of_transformers(tmp_path, weights)
     with pytest.raises(CheckpointError, match=words):
         our_logits(tmp_path)
 
