@@ -1,13 +1,13 @@
-"""Reads llm-compressor's checkpoints (`compressed-tensors`) in FP8, INT8, INT4 and MXFP4 as plain weights.
+"""Reads llm-compressor's checkpoints (`compressed-tensors`) in FP8, INT8, INT4 and small floats as plain weights.
 
     FP8 and INT8    X.weight [out, in], X.weight_scale [1], [out, 1] or [out, in / group]
     FP8 by blocks   X.weight [out, in], X.weight_scale [out / rows, in / cols], the last blocks of any size
     packed INT4     X.weight_packed [out, in / 8] int32, X.weight_shape [2], X.weight_scale [out, 1] or [out, in / group]
     packed INT8     the same with X.weight_packed [out, in / 4]
-    MXFP4           X.weight_packed [out, in / 2] uint8, X.weight_scale [out, in / 32] uint8 (`four_bits.py`)
+    small floats    MXFP4, NVFP4, MXFP8 (`compressed_floats.py`)
     asymmetric      beside the scales, X.weight_zero_point: int8 of their shape, or packed [out / 8 or 4, scales of a row] int32
 
-`packed_words.py` describes the words. Source: compressed-tensors 0.20.
+`packed_words.py` describes the words. Source: compressed-tensors 0.20.1.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -20,7 +20,7 @@ from formats.tensor import LazyTensor, Shape, matrix_shape, read_tensor, reshape
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.model.check import well_formed
 from megaconv.values.beside_weights import needed, require_one_form
-from megaconv.values.four_bits import MXFP4_GROUP, Mxfp4Tensor
+from megaconv.values.compressed_floats import KINDS, MXFP8, NVFP4, POWERS, Exponents, from_packed
 from megaconv.values.modelopt import scales_of_activations
 from megaconv.values.packed_words import ColumnWords, RowWords
 from megaconv.values.scaled import ScaledTensor
@@ -28,12 +28,13 @@ from megaconv.values.settings import value_of, weights_of_groups
 
 _WEIGHT, _PACKED, _SHAPE, _SCALE = ".weight", ".weight_packed", ".weight_shape", ".weight_scale"
 _ZERO_POINT = ".weight_zero_point"
-_BESIDE = ("weight_shape", "weight_scale", "weight_zero_point")
+_BESIDE = ("weight_shape", "weight_scale", "weight_zero_point", "weight_global_scale")
 """The last parts of the names of tensors that belong to a quantized weight."""
 _FLOATS = ("float32", "bfloat16", "float16")
-_MXFP4 = "mxfp4-pack-quantized"
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _MXFP4)
-_SCHEMES = {("float", 8): "FP8", ("int", 8): "INT8", ("int", 4): "INT4", ("float", 4): "MXFP4"}
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", *KINDS)
+_MIXED = "mixed-precision"
+"""The format of a model whose groups have formats of their own."""
+_SCHEMES = {("float", 8): "FP8", ("int", 8): "INT8", ("int", 4): "INT4"}
 _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -44,13 +45,27 @@ def scheme_of(settings: Any, where: str) -> str:
             f"{where}: quantization_config of compressed-tensors has no config_groups, which name the scheme of the weights"
         )
     inside = f"{where}: quantization_config"
-    layout = value_of(settings, "format", str, inside)
     groups = weights_of_groups(settings, inside)
-    for path, weights in groups.items():
+    layouts = _layouts(settings, inside)
+    for (path, weights), layout in zip(groups.items(), layouts, strict=True):
         _require_kinds(weights, path, layout)
     with well_formed(inside):
-        found = [_scheme(weights, settings, where) for weights in groups.values()]
+        found = [
+            _scheme(weights, layout, settings, where)
+            for weights, layout in zip(groups.values(), layouts, strict=True)
+        ]
     return ", ".join(sorted(set(found)))
+
+
+def _layouts(settings: Mapping[str, Any], inside: str) -> list[str]:
+    """The format of each group, in the order of config_groups. inside: the file and the key, for messages."""
+    layout = value_of(settings, "format", str, inside)
+    groups = settings["config_groups"]
+    if layout != _MIXED:
+        return [layout] * len(groups)
+    return [
+        value_of(groups[name], "format", str, f"{inside}.config_groups.{name}") for name in groups
+    ]
 
 
 def _require_kinds(weights: Mapping[str, Any], path: str, layout: str) -> None:
@@ -59,23 +74,27 @@ def _require_kinds(weights: Mapping[str, Any], path: str, layout: str) -> None:
     value_of(weights, "num_bits", int, path)
     value_of(weights, "symmetric", bool, path)
     strategy = value_of(weights, "strategy", str, path)
-    if strategy == "group" and layout != _MXFP4:
+    if strategy == "group" and layout not in KINDS:
         value_of(weights, "group_size", int, path)
     if strategy == "block":
         value_of(weights, "block_structure", list, path)
 
 
-def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str) -> str:
+def _scheme(
+    weights: Mapping[str, Any], layout: str, settings: Mapping[str, Any], where: str
+) -> str:
     number, strategy = (weights["type"], weights["num_bits"]), weights["strategy"]
-    is_mxfp4 = settings["format"] == _MXFP4
-    is_known = number in _SCHEMES and is_mxfp4 == (number == ("float", 4))
+    small = KINDS.get(layout)
+    name, bits, size = small or (_SCHEMES.get(number, ""), 0, 0)
+    is_known = number == ("float", bits) if small else number in _SCHEMES
     group = weights.get("group_size")
-    has_other_groups = (strategy, group) != ("group", MXFP4_GROUP)
+    groups_as = "tensor_group" if layout == NVFP4 else "group"
+    has_other_groups = (strategy, group) != (groups_as, size)
     problems = {
         f"{number[0]} of {number[1]} bits": not is_known,
-        f"MXFP4 by {strategy:.40}, group_size {group!r:.40}": is_mxfp4 and has_other_groups,
-        f"format {settings['format']!r:.40}": settings["format"] not in _FORMATS,
-        f"strategy {strategy!r:.40}": strategy not in _STRATEGIES,
+        f"{name} by {strategy:.40}, group_size {group!r:.40}": bool(small) and has_other_groups,
+        f"format {layout!r:.40}": layout not in _FORMATS,
+        f"strategy {strategy!r:.40}": strategy not in _STRATEGIES and not small,
         "columns in another order": weights.get("actorder") in ("group", "dynamic"),
         "rotated weights": bool(settings.get("transform_config")),
         "sparse weights": bool(settings.get("sparsity_config")),
@@ -85,15 +104,15 @@ def _scheme(weights: Mapping[str, Any], settings: Mapping[str, Any], where: str)
     if found:
         raise UnsupportedInput(
             f"{where}: weights quantized by compressed-tensors with {', '.join(found)}; only symmetric FP8, INT8 and "
-            f"INT4 by tensor, channel, group or block, and MXFP4 by groups of {MXFP4_GROUP} "
+            "INT4 by tensor, channel, group or block, MXFP4, MXFP8 and NVFP4 "
             "are supported: convert an unquantized copy of the model"
         )
     by = strategy
-    if strategy == "group":
+    if strategy in ("group", "tensor_group"):
         by = f"groups of {weights['group_size']}"
     elif strategy == "block":
         by = f"blocks of {' by '.join(map(str, weights['block_structure']))}"
-    kind = _SCHEMES[number] if weights["symmetric"] else f"asymmetric {_SCHEMES[number]}"
+    kind = name if weights["symmetric"] else f"asymmetric {name}"
     return f"{kind} by {by}"
 
 
@@ -107,9 +126,11 @@ class _Scheme:
     """The bits that a number may have."""
     is_asymmetric: bool
     """True if every weight has zero points."""
+    layouts: frozenset[str]
+    """The formats of the groups."""
 
     @classmethod
-    def of_groups(cls, settings: Mapping[str, Any]) -> "_Scheme":
+    def of_groups(cls, settings: Mapping[str, Any], inside: str) -> "_Scheme":
         groups = [group["weights"] for group in settings["config_groups"].values()]
         units: set[tuple[int, int]] = set()
         for weights in groups:
@@ -122,6 +143,7 @@ class _Scheme:
             units=frozenset(units),
             widths=tuple(sorted({weights["num_bits"] for weights in groups})),
             is_asymmetric=not any(weights["symmetric"] for weights in groups),
+            layouts=frozenset(_layouts(settings, inside)),
         )
 
 
@@ -134,7 +156,7 @@ def dequantize(
     """
     scheme_of(settings, where)
     with well_formed(f"{where}: quantization_config"):
-        scheme = _Scheme.of_groups(settings)
+        scheme = _Scheme.of_groups(settings, f"{where}: quantization_config")
     left_out = set(scales_of_activations(tensors, where))
     found: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
@@ -146,8 +168,8 @@ def dequantize(
         if last == "weight_packed":
             require_one_form(module + _WEIGHT, name, tensors, where)
         is_quantized = module + _SCALE in tensors or tensor.dtype in ("float8_e4m3fn", "int8")
-        if last == "weight_packed" and settings["format"] == _MXFP4:
-            found[module + _WEIGHT] = _from_mxfp4(module, tensors, dtype, where)
+        if last == "weight_packed" and _is_of_small_floats(tensor, scheme):
+            found[module + _WEIGHT] = from_packed(module, tensors, dtype, where)
         elif last == "weight_packed":
             codes = _unpacked(module, tensors, scheme.widths, where)
             found[module + _WEIGHT] = _plain(module, codes, tensors, scheme, dtype, where)
@@ -158,24 +180,10 @@ def dequantize(
     return found
 
 
-def _from_mxfp4(
-    module: str, tensors: Mapping[str, LazyTensor], dtype: str, where: str
-) -> Mxfp4Tensor:
-    packed = tensors[module + _PACKED]
-    scales = needed(module + _SCALE, tensors, where)
-    rows, half = matrix_shape(packed.shape)
-    columns = 2 * half
-    grid = (rows, columns // MXFP4_GROUP)
-    has_whole_groups = columns % MXFP4_GROUP == 0
-    is_scaled = tuple(scales.shape) == grid and packed.dtype == scales.dtype == "uint8"
-    if not (has_whole_groups and is_scaled):
-        raise TensorMismatch(
-            f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
-            f"with scales {list(scales.shape)} {scales.dtype}; "
-            f"expected {list(grid)} scales, both uint8",
-            code="misshapen-tensor",
-        )
-    return Mxfp4Tensor(packed, scales, (rows, columns), dtype)
+def _is_of_small_floats(packed: LazyTensor, scheme: _Scheme) -> bool:
+    """True for bytes of two numbers. A model of small floats alone has nothing else."""
+    kinds = scheme.layouts.intersection(KINDS)
+    return bool(kinds) and (packed.dtype == "uint8" or kinds == scheme.layouts)
 
 
 def _unpacked(
@@ -221,9 +229,11 @@ def _plain(
     where: str,
 ) -> ScaledTensor:
     scales = needed(module + _SCALE, tensors, where)
+    if scales.dtype == "uint8" and MXFP8 in scheme.layouts:
+        scales = Exponents(scales)
     block = _block(tuple(codes.shape), tuple(scales.shape), scheme.units)
     is_quantized = codes.dtype in ("float8_e4m3fn", "int8")
-    if block is None or not is_quantized or scales.dtype not in _FLOATS:
+    if block is None or not is_quantized or scales.dtype not in (*_FLOATS, POWERS):
         raise TensorMismatch(
             f"{where}: {module}{_WEIGHT} is {list(codes.shape)} {codes.dtype} "
             f"with scales {list(scales.shape)} {scales.dtype}; "

@@ -57,12 +57,18 @@ class NvFp4Tensor:
     """A single float32."""
     shape: Shape
     dtype: str
+    divides: bool = False
+    """True for compressed-tensors: `scale` divides the scales of the groups, and a zero keeps its sign."""
 
     def read_into(self, box: Box, out: Bytes) -> None:
         whole = whole_groups(box, NVFP4_GROUP)
         packed, codes = _packed_and_scales(self.packed, self.scales, whole, NVFP4_GROUP)
-        tensor_scale = read_tensor(self.scale).view(np.float32)[0, 0]
-        values = _scaled(nvfp4_pairs()[packed], fp8_values()[codes] * tensor_scale, NVFP4_GROUP)
+        tensor_scale = read_tensor(self.scale).view(np.float32).reshape(-1)[0]
+        scales = fp8_values()[codes]
+        pairs = fp4_pairs() if self.divides else nvfp4_pairs()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            scales = scales / tensor_scale if self.divides else scales * tensor_scale
+        values = _scaled(pairs[packed], scales, NVFP4_GROUP)
         wanted = values[:, box.col0 - whole.col0 : box.col1 - whole.col0]
         np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
 

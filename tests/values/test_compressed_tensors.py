@@ -119,12 +119,15 @@ def test_values_are_the_products_of_codes_and_scales_in_any_rectangle(
         ("W8A16_ASYM", "asymmetric INT8 by channel"),
         ("W8A8_ASYM", "asymmetric INT8 by channel"),
         ("MXFP4A16", "MXFP4 by groups of 32"),
+        ("MXFP8A16", "MXFP8 by groups of 32"),
+        ("NVFP4A16", "NVFP4 by groups of 16"),
+        ("NVFP4", "NVFP4 by groups of 16"),
     ],
 )
 def test_bytes_of_the_real_package_become_the_values_that_it_decompresses(
     preset: str, scheme: str
 ) -> None:
-    """The fixture was made by compressed-tensors 0.20: its compressors, its settings, and what it decompresses."""
+    """The fixture was made by compressed-tensors 0.20 and 0.20.1: its compressors, its settings, and what it decompresses."""
     described = json.loads((GOLDEN / "configs.json").read_text())[preset]
     assert scheme_of(described, "here") == scheme
     of_preset = {
@@ -185,6 +188,54 @@ def test_two_forms_of_one_weight_are_refused() -> None:
         dequantize(tensors, config, "bfloat16", "here")
 
 
+def test_groups_with_formats_of_their_own_are_read_together() -> None:
+    """llm-compressor calls it mixed-precision: INT4 and NVFP4 in one model."""
+    described = json.loads((GOLDEN / "configs.json").read_text())
+    stored = load_file(GOLDEN / "golden.safetensors")
+    presets = ("W4A16", "NVFP4A16", "MXFP8A16")
+    groups = {name: described[name]["config_groups"]["group_0"] for name in presets}
+    for name in presets:
+        groups[name]["format"] = described[name]["format"]
+    mixed = {**described["W4A16"], "format": "mixed-precision", "config_groups": groups}
+    assert scheme_of(mixed, "here") == (
+        "INT4 by groups of 128, MXFP8 by groups of 32, NVFP4 by groups of 16"
+    )
+    tensors = {
+        name: as_lazy(tensor)
+        for name, tensor in stored.items()
+        if name.startswith(tuple(f"{preset}.w" for preset in presets))
+    }
+    found = dequantize(tensors, {"quantization_config": mixed}, "bfloat16", "here")
+    assert found.keys() == {f"{preset}.weight" for preset in presets}
+    for preset in presets:
+        assert_same(as_torch(found[f"{preset}.weight"]), stored[f"{preset}.decompressed"])
+
+
+@pytest.mark.parametrize(
+    ("end", "tensor", "words"),
+    [
+        ("weight_scale", torch.ones(13, 8).to(torch.float8_e4m3fn), r"expected \[13, 16\] scales"),
+        ("weight_global_scale", torch.ones(2), r"weight_global_scale is \[2\]"),
+        ("weight_global_scale", None, r"expected \[13, 8\] scales of uint8"),
+        ("weight_packed", None, r"there is no x\.weight_packed"),
+    ],
+)
+def test_parts_of_nvfp4_that_do_not_fit_are_named(
+    end: str, tensor: torch.Tensor | None, words: str
+) -> None:
+    described = json.loads((GOLDEN / "configs.json").read_text())["NVFP4A16"]
+    stored = {
+        name.replace("NVFP4A16", "x"): part
+        for name, part in load_file(GOLDEN / "golden.safetensors").items()
+        if name.startswith("NVFP4A16.w") and not name.endswith(end)
+    }
+    if tensor is not None:
+        stored[f"x.{end}"] = tensor
+    tensors = {name: as_lazy(part) for name, part in stored.items()}
+    with pytest.raises(TensorMismatch, match=words):
+        dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
+
+
 def test_scales_of_mxfp4_that_do_not_fit_are_named() -> None:
     described = json.loads((GOLDEN / "configs.json").read_text())["MXFP4A16"]
     codes = as_lazy(torch.zeros(2, 32, dtype=torch.uint8))
@@ -225,6 +276,12 @@ def test_inspect_names_the_scheme(tmp_path: Path) -> None:
             settings("float", 4, "group", group_size=16, format="mxfp4-pack-quantized"),
             "MXFP4 by group, group_size 16",
         ),
+        (
+            settings("float", 4, "tensor_group", group_size=32, format="nvfp4-pack-quantized"),
+            "NVFP4 by tensor_group, group_size 32",
+        ),
+        (settings("float", 8, "channel", format="mxfp8-quantized"), "MXFP8 by channel"),
+        (settings("float", 8, "channel", format="mixed-precision"), "group_0.format: is missing"),
         (settings("float", 8, "attn_head"), "strategy 'attn_head'"),
         (settings("int", 4, "channel", transform_config={"a": 1}), "rotated weights"),
         (settings("int", 4, "channel", format="marlin-24"), "format 'marlin-24'"),
