@@ -44,7 +44,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     found = {unwrapped(name): tensor for name, tensor in tensors.items()}
     has_adapter = is_wrapped(found)
     config, canonical = whole_model(
-        family, config, HF, base_of(found) if has_adapter else found, str(path)
+        family, config, HF, base_of(found, path) if has_adapter else found, str(path)
     )
     manifest = describe(canonical)
     header = Header(

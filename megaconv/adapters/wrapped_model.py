@@ -37,13 +37,19 @@ def is_wrapped(names: Mapping[str, LazyTensor]) -> bool:
     return bool(names) and all(name.startswith(PREFIX) for name in names)
 
 
-def base_of(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
-    """The base's tensors by their names in the base."""
-    return {
+def base_of(tensors: Mapping[str, LazyTensor], path: Path) -> dict[str, LazyTensor]:
+    """The base's tensors by their names in the base. Raises UsageError if the checkpoint has none. path: the checkpoint."""
+    found = {
         name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor
         for name, tensor in tensors.items()
         if not _PART.search(name)
     }
+    if not found:
+        raise UsageError(
+            f"{path}: holds a LoRA adapter without its base (save_lora_only of verl); `python -m verl.model_merger` writes "
+            f"{_DIRECTORY}, and `megaconv merge MODEL ADAPTER` merges it"
+        )
+    return found
 
 
 def merged_into(

@@ -264,6 +264,15 @@ def test_the_adapter_of_a_run_is_merged_as_peft_merges_it(
     assert f"adapter is merged into its base (rank {settings['r']}" in caplog.text
 
 
+def test_an_adapter_without_its_base_is_called_one(tmp_path: Path) -> None:
+    """verl 0.9 saves no base with save_lora_only."""
+    path = with_adapter(tmp_path / "actor")
+    file = path / "model_world_size_1_rank_0.pt"
+    state = torch.load(file)
+    torch.save({name: tensor for name, tensor in state.items() if ".lora_" in name}, file)
+    assert_refused(run("fingerprint", path), 2, "without its base (save_lora_only of verl)")
+
+
 def test_an_adapter_without_its_alpha_and_a_second_one_are_refused(tmp_path: Path) -> None:
     path = with_adapter(tmp_path / "actor")
     assert_refused(run("fingerprint", path), 2, "no lora_train_meta.json or lora_adapter/")
