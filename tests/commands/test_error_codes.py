@@ -185,7 +185,7 @@ def test_an_option_that_does_not_exist_is_wrong_usage_too(model: Path) -> None:
     error = json.loads(outcome.out)["error"]
     assert (error["code"], error["exit_status"]) == ("wrong-usage", 2)
     assert "--no-such-option" in error["message"]
-    assert "Usage:" in outcome.err
+    assert "`megaconv inspect --help` lists the options" in outcome.err
 
 
 def test_without_json_stdout_stays_empty(tmp_path: Path) -> None:
