@@ -50,6 +50,11 @@ def in_words(error: OSError) -> str:
     return f"{place}: {error.strerror}"
 
 
+def reason_of(error: OSError | UnicodeDecodeError) -> str:
+    """Why a file can't be read, for a message that names the file already."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def hide_download_bars(*, quiet: bool = False) -> None:
     """Hide the progress bars of the Hub's client if stderr isn't a terminal, or if `quiet` is set.
 

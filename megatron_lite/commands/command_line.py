@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
 from megaconv.hub import require_input
 from megaconv.terminal import hide_download_bars
@@ -81,6 +81,8 @@ def _run_other(command: str, words: list[str]) -> int | None:
     try:
         status: int | None = import_module(OTHERS[command]).main(words)
         sys.stdout.flush()
+    except UsageError as error:
+        return refuse(str(error), error.exit_status)
     except OSError as error:
         if error.filename is not None:  # not an error of a stream
             raise

@@ -5,6 +5,7 @@ import argparse
 from megatron_lite.commands.catalog import OTHERS
 from megatron_lite.settings.arguments import DESCRIPTIONS
 from megatron_lite.settings.config import flags
+from megatron_lite.settings.flag_parser import FlagParser
 
 EXAMPLES = """examples:
   eval "$(megatron-lite completion bash)"                                  # in ~/.bashrc
@@ -49,7 +50,7 @@ _FISH_FLAG = (
 
 def main(words: list[str]) -> int:
     """Run the command and return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="megatron-lite completion",
         description="Print a script that completes commands and flags.",
         epilog=EXAMPLES,

@@ -1,6 +1,5 @@
 """`megatron-lite models`: prints the families of megaconv, and the reasons for everything that can't be trained."""
 
-import argparse
 from collections.abc import Sequence
 
 from megaconv.families import families
@@ -13,6 +12,7 @@ from megatron_lite.models.trainable import (
     TRAINED,
 )
 from megatron_lite.settings.architecture import OF_THEIR_OWN
+from megatron_lite.settings.flag_parser import FlagParser
 
 
 def table() -> str:
@@ -45,8 +45,8 @@ def _trained(family: str) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    argparse.ArgumentParser(
-        prog="megatron-lite models", description="Lists the families of models."
-    ).parse_args(words)
+    FlagParser(prog="megatron-lite models", description="Lists the families of models.").parse_args(
+        words
+    )
     print(table(), reasons(), sep="\n", end="")
     return 0

@@ -16,6 +16,7 @@ from megatron_lite.commands.curve_drawing import ASCII_MARKS, MARKS, characters
 from megatron_lite.commands.curve_page import curve_page
 from megatron_lite.commands.curves import Plot, plots
 from megatron_lite.commands.run_logs import RunLog, read_runs
+from megatron_lite.settings.flag_parser import FlagParser
 
 DESCRIPTION = """\
 Draw the loss, the learning rate, the norm of the gradients and the speed of runs.
@@ -31,7 +32,7 @@ EXAMPLES = """examples:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="megatron-lite plot",
         description=DESCRIPTION,
         epilog=EXAMPLES,

@@ -5,6 +5,7 @@ import sys
 
 from megaconv.errors import CheckpointError
 from megaconv.terminal import show
+from megatron_lite.settings.flag_parser import FlagParser
 from megatron_lite.settings.recipes import description, names, recipe_path
 
 EXAMPLES = """examples:
@@ -16,7 +17,7 @@ EXAMPLES = """examples:
 
 def main(words: list[str]) -> int:
     """Run the command and return the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="megatron-lite recipes",
         description="List the recipes: settings for common models. With NAME, print the YAML file.",
         epilog=EXAMPLES,

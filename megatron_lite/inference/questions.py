@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaconv.errors import UsageError
+from megaconv.terminal import reason_of
 from megatron_lite.models.rng import mix
 
 
@@ -104,7 +105,7 @@ def read_prompts(path: str) -> Iterator[str]:
     try:
         lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: can't be read: {error}") from error
+        raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     is_json = path.endswith((".jsonl", ".json"))
     # A text in JSON may have other line ends within, such as U+2028.
     for number, line in enumerate(lines.split("\n") if is_json else lines.splitlines(), 1):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megaconv.errors import UsageError
 from megaconv.model.retrieving import Retrieval
+from megaconv.terminal import reason_of
 from megatron_lite.data.tokenizer import Tokenizer
 
 
@@ -29,7 +30,7 @@ def read_retrieved(path: str) -> list[Retrieved]:
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: can't be read: {error}") from error
+        raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     found = [
         _of_line(line, f"{path}, line {number}")
         for number, line in enumerate(lines, 1)

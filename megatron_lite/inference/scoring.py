@@ -8,6 +8,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
+from megaconv.terminal import reason_of
 from megatron_lite.inference.generating import open_output, require_other_file
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, tokens_of
@@ -76,7 +77,7 @@ def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
         # A text in JSON may have other line ends within, such as U+2028.
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: can't be read: {error}") from error
+        raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from formats.wording import counted
 from megaconv.errors import UsageError
+from megaconv.terminal import reason_of
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.finetuning.dataset import (
     FinetuneDataset,
@@ -55,7 +56,7 @@ def read_template(path: str | None) -> str | None:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {path}: can't be read: {error}") from error
+        raise UsageError(f"--chat-template {path}: can't be read: {reason_of(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
+from megaconv.terminal import reason_of
 from megatron_lite.data.recipes.values import number_at
 
 TOXIC = 0.5
@@ -95,7 +96,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: can't be read: {error}") from error
+        raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     found = []
     for number, line in enumerate(lines, 1):
         if not line.strip():

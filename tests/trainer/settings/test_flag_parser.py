@@ -1,11 +1,16 @@
 """The parser of the trainer's commands other than pretrain and finetune."""
 
+from pathlib import Path
+
 import pytest
 
 from megaconv.errors import UsageError
+from megatron_lite.commands.command_line import run
 from megatron_lite.data import preprocess
 from megatron_lite.inference.commands import generate
+from megatron_lite.objectives.examples import read_template
 from megatron_lite.retrieval.commands import embed
+from megatron_lite.settings.arguments import parse
 
 
 def test_similar_flags_are_offered_for_unknown_ones() -> None:
@@ -31,3 +36,41 @@ def test_commands_for_data_and_retrieval_suggest_too() -> None:
         preprocess.make_parser().parse_args(["--input", "a", "--output-prefix", "b", "--apend-eod"])
     with pytest.raises(UsageError, match="--help lists all flags"):
         embed.parser().parse_args(["--zebra"])
+
+
+def test_a_suggestion_has_the_short_spelling_too() -> None:
+    nearest = r"did you mean --tensor-model-parallel-size \(--tp\)\?"
+    with pytest.raises(UsageError, match=nearest):
+        generate.parser().parse_args(["--load", "model", "--tensor-parallel", "2"])
+    with pytest.raises(UsageError, match=nearest):
+        parse("pretrain", ["--tensor-parallel", "2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve model --prt 8000", "unknown flag --prt; did you mean --port?"),
+        ("serve model --seq-len 8", "unknown flag --seq-len; did you mean --seq-length?"),
+        ("serve model --zebra", "unknown flag --zebra; --help lists all flags"),
+        ("evaluate model --tsk LAMBADA", "unknown flag --tsk; did you mean --task?"),
+        ("models --zebra", "unrecognized arguments: --zebra; --help lists all flags"),
+        ("recipes one two", "unrecognized arguments: two; --help lists all flags"),
+        ("plot", "the following arguments are required: RUN; --help lists all flags"),
+        ("completion", "the following arguments are required: shell; --help lists all flags"),
+    ],
+)
+def test_a_wrong_word_is_one_line_with_a_flag_of_the_command(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(words.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"megatron-lite: error: {message}\n"
+
+
+def test_a_missing_file_is_named_once(tmp_path: Path) -> None:
+    place = tmp_path / "template.jinja"
+    with pytest.raises(UsageError) as refused:
+        read_template(str(place))
+    assert str(refused.value).count(str(place)) == 1
+    assert str(refused.value).endswith("can't be read: No such file or directory")
