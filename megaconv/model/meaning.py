@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from megaconv.errors import NotExpressible, TensorMismatch
@@ -33,9 +34,8 @@ def meaning_of(config: ModelConfig) -> dict[str, Any]:
     # A value that equals its absence becomes None.
     for name in _NONE_IF_ONE & without_effect:
         values[name] = None
-    return {
-        name: value for name, value in values.items() if name not in without_effect - _NONE_IF_ONE
-    }
+    left_out = without_effect - _NONE_IF_ONE
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def _own(config: ModelConfig, size: str) -> Any:
@@ -208,8 +208,9 @@ _OF_ROPE = (
 )  # fmt: skip
 
 
-def _fields_below(prefix: str) -> Iterator[str]:
-    return (name for name in FIELDS if name.startswith(prefix))
+@cache
+def _fields_below(prefix: str) -> tuple[str, ...]:
+    return tuple(name for name in FIELDS if name.startswith(prefix))
 
 
 def _full_scaling(config: ModelConfig) -> dict[str, Any] | None:

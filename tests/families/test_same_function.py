@@ -208,13 +208,14 @@ def others(config: ModelConfig, field: str) -> Iterator[Any]:
 def variants(family: str) -> Iterator[tuple[str, Any, ModelConfig]]:
     """(field, value, model) for every other value of every field that makes another model."""
     config = model(family)
+    usual = meaning_of(config)
     for field in FIELDS:
         for value in others(config, field):
             try:
                 variant = changed(config, {**PARTNERS.get(field, {}), field: value})
             except CheckpointError:
                 continue  # no model has it
-            if meaning_of(variant) != meaning_of(config):
+            if meaning_of(variant) != usual:
                 yield field, value, variant
 
 
