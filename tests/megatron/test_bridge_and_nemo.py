@@ -190,7 +190,7 @@ def test_missing_fields_of_a_provider_are_asked_for(tmp_path: Path) -> None:
         ({"transformer_layer_spec": {"_target_": "mine.spec"}}, ["spec is ['mine.spec']", "modules of the user's own"]),
         ({"scale_factor": 8.0, "low_freq_factor": 2.0}, ["low_freq_factor is 2.0", "1.0 alone"]),
         ({"num_layers": 5}, ["hold 4 layers", "say 5"]),
-        ({"num_attention_heads": "many"}, ["of a wrong kind"]),
+        ({"num_attention_heads": "many"}, ["heads should be a positive number", "'many'"]),
     ],
 )  # fmt: skip
 def test_a_setting_that_would_be_lost_is_refused_as_megatrons_argument_is(
