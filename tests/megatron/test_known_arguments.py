@@ -323,7 +323,6 @@ OTHER: dict[str, tuple[object, ...]] = {
     "softmax_type": ("off-by-one",),
     "spec": (["megatron.core.models.retro.decoder_spec", "get_retro_decoder_block_spec"],),
     "mrope_section": ([16, 24, 24],),
-    "moe_expert_capacity_factor": (1.0,),
 }
 """Values that are not off; True for any other argument of two values, else a word."""
 
@@ -397,6 +396,16 @@ def test_an_argument_of_a_fork_is_warned_of_once_unless_it_is_off(
     (record,) = caplog.records
     assert "our_attention" in record.getMessage()
     assert "our_flag" not in record.getMessage()
+
+
+@pytest.mark.parametrize(("factor", "is_told"), [(1.25, True), (-1, False), (None, False)])
+def test_a_reader_is_told_of_experts_that_drop_tokens(
+    factor: float | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "megaconv"):
+        check_arguments(Namespace(moe_expert_capacity_factor=factor), {"experts.count": 4})
+    said = [record.getMessage() for record in caplog.records]
+    assert [f"moe_expert_capacity_factor is {factor}" in line for line in said] == [True] * is_told
 
 
 # The same at the command line.

@@ -18,7 +18,7 @@ _KNOWN = READ.union(REFUSED, *HARMLESS.values())
 
 
 def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool = False) -> None:
-    """Check all arguments. Warns once about enabled arguments that no release of Megatron has.
+    """Check all arguments. Warns once about enabled arguments that no release of Megatron has, and about dropped tokens.
 
     found: fields of the configuration that the tensors show. legacy: True for a model from before Megatron core.
     Raises UnknownFamily for a value that would be lost, with the argument's name, the value, and the expected values.
@@ -32,6 +32,8 @@ def check_arguments(args: Namespace, found: Mapping[str, Any], *, legacy: bool =
                 f"the checkpoint's {name} is {value!r:.100} ({limit.computes}), which no supported model family has; "
                 f"expected {_expected(limit)}"
             )
+    if "experts" in present:
+        _tell_of_dropped_tokens(args)
     of_swift = is_of_swift(args)
     known = _KNOWN | OF_RUN if of_swift else _KNOWN
     unknown = sorted(
@@ -56,6 +58,17 @@ def _present(args: Namespace, found: Mapping[str, Any], legacy: bool) -> Iterato
     if not (legacy and sees_both_ways(found)):
         # Only the legacy BERT can take its residuals after the norm.
         yield "residuals of core"
+
+
+def _tell_of_dropped_tokens(args: Namespace) -> None:
+    """Warn if the run's experts drop tokens: which ones depends on the microbatch, so no other software computes the same."""
+    factor = getattr(args, "moe_expert_capacity_factor", None)
+    if isinstance(factor, (int, float)) and factor > 0:
+        _log.warning(
+            "the checkpoint's moe_expert_capacity_factor is %s: its experts drop tokens beyond their capacity; Hugging Face's "
+            "models drop none",
+            factor,
+        )
 
 
 def _is_accepted(value: object, limit: Limit) -> bool:

@@ -46,8 +46,11 @@ _BY_REASON: Mapping[str, str] = {
         retro_encoder_num_layers retro_neighbor_dirs retro_project_dir
         retro_retrieved_length retro_return_doc_ids retro_split_preprocessing retro_verify_neighbor_count retro_workdir
     """,
-    "of routers: only with a capacity factor or a load balancing that are refused": """
-        moe_pad_expert_input_to_capacity moe_router_quantile_balancing_ema moe_token_drop_policy
+    "of the tokens that experts drop, by the load of each microbatch; a reader is told": """
+        moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
+    """,
+    "of routers: only with a load balancing that is refused": """
+        moe_router_quantile_balancing_ema
     """,
     "of Flextron: only with flextron, which is refused": """
         add_skipping binary_mask bpe_kv_cache bpe_max_buffer bpe_params bpe_ssm_cache budget_list budget_probs budget_type

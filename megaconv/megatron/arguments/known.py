@@ -106,9 +106,6 @@ _CONFIGURATION: Mapping[str, Limit] = {
     "moe_router_force_biased": Limit((None,), "experts are chosen with a random bias", only="experts"),
     "moe_input_jitter_eps": Limit((None,), "routers see their input with noise, when the model is used too", only="experts"),
     "moe_token_dropping": Limit((None, False), "experts drop tokens", only="experts"),
-    "moe_expert_capacity_factor": Limit(
-        (None, -1), "experts drop tokens beyond their capacity, when the model is used too", only="experts"
-    ),
     "moe_expert_rank_capacity_factor": Limit(
         (None,), "ranks of experts drop tokens beyond their capacity, when the model is used too", only="experts"
     ),
