@@ -62,7 +62,7 @@ def _present(args: Namespace, found: Mapping[str, Any], legacy: bool) -> Iterato
 
 def _tell_of_dropped_tokens(args: Namespace) -> None:
     """Warn if the run's experts drop tokens: which ones depends on the microbatch, so no other software computes the same."""
-    factor = getattr(args, "moe_expert_capacity_factor", None)
+    factor = vars(args).get("moe_expert_capacity_factor")
     if isinstance(factor, (int, float)) and factor > 0:
         _log.warning(
             "the checkpoint's moe_expert_capacity_factor is %s: its experts drop tokens beyond their capacity; Hugging Face's "
