@@ -63,14 +63,17 @@ class NvFp4Tensor:
     def read_into(self, box: Box, out: Bytes) -> None:
         whole = whole_groups(box, NVFP4_GROUP)
         packed, codes = _packed_and_scales(self.packed, self.scales, whole, NVFP4_GROUP)
-        tensor_scale = read_tensor(self.scale).view(np.float32).reshape(-1)[0]
-        scales = fp8_values()[codes]
         pairs = fp4_pairs() if self.divides else nvfp4_pairs()
-        with np.errstate(divide="ignore", invalid="ignore"):
-            scales = scales / tensor_scale if self.divides else scales * tensor_scale
-        values = _scaled(pairs[packed], scales, NVFP4_GROUP)
+        values = _scaled(pairs[packed], self._scales_of_groups(codes), NVFP4_GROUP)
         wanted = values[:, box.col0 - whole.col0 : box.col1 - whole.col0]
         np.copyto(out, rounded(np.ascontiguousarray(wanted), self.dtype))
+
+    def _scales_of_groups(self, codes: Bytes) -> Floats:
+        """The factors [rows, groups] of the groups. codes: their stored scales."""
+        of_all: np.float32 = read_tensor(self.scale).view(np.float32).reshape(-1)[0]
+        stored = fp8_values()[codes]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return stored / of_all if self.divides else stored * of_all
 
 
 def _scaled(values: Floats, scales: Floats, group: int) -> Floats:

@@ -73,7 +73,7 @@ def _with_scores(config: ModelConfig, found: Mapping[str, Any]) -> ModelConfig:
 
 
 def _with_used_positions(found: Mapping[str, Any], config: ModelConfig) -> Mapping[str, Any]:
-    """What the tensors show, without the unused rows at the start of the table of positions (OPT)."""
+    """The fields that the tensors show, without the unused rows at the start of a table of positions (OPT)."""
     rows = found.get("max_positions")
     return found if rows is None else {**found, "max_positions": rows - config.positions.offset}
 
