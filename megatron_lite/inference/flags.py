@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 import sys
 from importlib import import_module
 from typing import NoReturn
@@ -265,22 +264,10 @@ def parse_with_training_flags(parser: Parser, words: list[str]) -> argparse.Name
     command = parser.prog.rpartition(" ")[2]
     given, rest = parser.parse_known_args(with_todays_flags(words, command))
     own_slots = any(word.partition("=")[0] == "--slots" for word in words)
-    try:
-        of_training = take_training_flags(given, rest)
-    except UsageError as error:
-        raise _refusal(parser, str(error)) from None
+    of_training = take_training_flags(given, rest, parser)
     if own_slots and "micro_batch_size" in of_training.settings.given:
         raise UsageError("--slots and --micro-batch-size are the same number here; give one")
     given.training = of_training.settings
     if of_training.without_effect and os.environ.get("RANK", "0") == "0":
         show(f"without effect here: {', '.join(of_training.without_effect)}", sys.stderr)
     return given
-
-
-def _refusal(parser: Parser, message: str) -> UsageError:
-    """Return the error of training flags as the command's own: a misspelt flag may be one of either."""
-    unknown = re.findall(r"unknown flag (\S+);", message)
-    meant = list(parser.nearest(unknown))
-    if meant:
-        return UsageError(f"unknown flag {' '.join(unknown)}; did you mean {', '.join(meant)}?")
-    return UsageError(message.replace("--help-all", "--help"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megaconv.errors import UsageError
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings, flags
+from megatron_lite.settings.flag_parser import FlagParser
 from megatron_lite.settings.optimization import PRECISION_FLAGS
 
 _OF_THE_STEP = (
@@ -31,12 +32,14 @@ class TrainingFlags:
     """Flags without effect on inference, as the user wrote them."""
 
 
-def take_training_flags(given: argparse.Namespace, rest: Sequence[str]) -> TrainingFlags:
-    """Read the words that the command itself doesn't know, and set `dtype` and `slots` from them.
+def take_training_flags(
+    given: argparse.Namespace, rest: Sequence[str], parser: FlagParser
+) -> TrainingFlags:
+    """Read the words that the command's own parser doesn't know, and set `dtype` and `slots` from them.
 
     Raises UsageError for an unknown flag, for one that would change the results, and for a contradiction.
     """
-    settings, ignored = parse("pretrain", list(rest))
+    settings, ignored = parse("pretrain", list(rest), beside=parser)
     for name in sorted(settings.given):
         _refuse_without_counterpart(name, settings)
     _take_precision(given, settings)

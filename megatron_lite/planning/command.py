@@ -1,6 +1,5 @@
 """`megatron-lite plan`: predicts the needs of a run without starting it."""
 
-import argparse
 import json
 import sys
 from dataclasses import replace
@@ -31,6 +30,7 @@ from megatron_lite.settings.architecture import check_against, model_from_flags,
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.contradictions import check_flags
+from megatron_lite.settings.flag_parser import FlagParser
 from megatron_lite.settings.kinds import check_kind
 from megatron_lite.settings.objective_flags import check_objective_flags
 from megatron_lite.settings.options import LoRA
@@ -80,13 +80,8 @@ def main(words: list[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(f"{message}; --help lists the flags of plan")
-
-
-def _own_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="megatron-lite plan", add_help=False, allow_abbrev=False)
+def _own_parser() -> FlagParser:
+    parser = FlagParser(prog="megatron-lite plan", add_help=False, allow_abbrev=False)
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--gpu", default=DEFAULT_GPU)
     parser.add_argument("--json", action="store_true")
@@ -143,7 +138,11 @@ def _settings(world: int | None, words: list[str]) -> Settings:
             f"plan takes MODEL and DATA first, then flags; found {' '.join(named)!r} before the flags"
         )
     flags = words[len(named) :]
-    settings, _ = parse("pretrain", [*(("--load", named[0]) if named else ()), *flags])
+    settings, _ = parse(
+        "pretrain",
+        [*(("--load", named[0]) if named else ()), *flags],
+        beside=_own_parser(),
+    )
     if named and "--load" in flags:
         raise UsageError("--load is already set by MODEL; give one of them")
     if named and (world or 1) > 1 and not SHARDINGS & settings.given:

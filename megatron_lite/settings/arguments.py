@@ -13,6 +13,7 @@ from megaconv.errors import UsageError
 from megaconv.local_paths import local_word
 from megatron_lite.settings.config import Settings, flags, make_settings, subjects
 from megatron_lite.settings.earlier_flags import REPLACED, TODAY, refuse_all, with_todays_flags
+from megatron_lite.settings.flag_parser import FlagParser
 from megatron_lite.settings.megatron_flags import (
     ANY_NUMBER,
     NOT_YET,
@@ -52,18 +53,27 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(
-    command: str, arguments: list[str], short: ShortForm | None = None
+    command: str,
+    arguments: list[str],
+    short: ShortForm | None = None,
+    *,
+    beside: FlagParser | None = None,
 ) -> tuple[Settings, list[str]]:
     """Return the settings, and the accepted flags that have no effect here.
 
     The command line overrides the YAML file, the file overrides a recipe, and a recipe overrides the defaults of the
     short form. Raises UsageError.
+
+    beside: the parser of a command with flags of its own, which left the arguments over. A misspelt flag may be one
+    of its flags.
     """
     known, rest = make_parser(command).parse_known_args(
         _with_last_batch(with_todays_flags(arguments))
     )
     ignored = _take_without_effect(
-        rest, rotates=getattr(known, "position_embedding_type", None) == "rope"
+        rest,
+        rotates=getattr(known, "position_embedding_type", None) == "rope",
+        beside=beside,
     )
     values = vars(known)
     path, recipe = values.pop("yaml", None), values.pop("recipe", None)
@@ -221,10 +231,12 @@ def _boolean(word: str) -> bool:
     return word.lower() == "true"
 
 
-def _take_without_effect(rest: list[str], *, rotates: bool) -> list[str]:
+def _take_without_effect(
+    rest: list[str], *, rotates: bool, beside: FlagParser | None = None
+) -> list[str]:
     """Return the flags without effect. Raises UsageError for all other flags, with suggestions.
 
-    rotates: positions are rotary, so --no-position-embedding has no effect.
+    rotates: positions are rotary, so --no-position-embedding has no effect. beside: as in parse().
     """
     ignored, refused, position = list[str](), list[str](), 0
     choosing_nothing = WITHOUT_EFFECT | ({"no_position_embedding": 0} if rotates else {})
@@ -235,14 +247,14 @@ def _take_without_effect(rest: list[str], *, rotates: bool) -> list[str]:
         count = choosing_nothing.get(name, 1 if name in NOT_YET else ANY_NUMBER)
         values = 0 if equals else _values(count, following)
         if not word.startswith("--"):
-            refused.append(_unknown(word))
+            refused.append(_unknown(word, beside))
         elif name in NOT_YET:
             _require_only(name, value or "".join(following[:1]))
             ignored.append(word)
         elif name in choosing_nothing:
             ignored.append(word)
         else:
-            refused.append(_refused(word, name) or _unknown(word))
+            refused.append(_refused(word, name) or _unknown(word, beside))
         position += 1 + values
     refuse_all(refused)
     return ignored
@@ -268,23 +280,36 @@ def _refused(word: str, name: str) -> str | None:
     return f"{word}: {feature} is not supported yet; leave it out" if feature else None
 
 
-def _unknown(word: str) -> str:
+def _unknown(word: str, beside: FlagParser | None = None) -> str:
+    """Return what to say of a word that no flag takes. beside: as in parse()."""
+    listing = "--help-all" if beside is None else "--help"
     if not word.startswith("-"):
         return (
             f"{word!r} is not a flag or a flag's value; the words of `finetune MODEL DATA` come before all flags, "
-            "and --help-all lists the flags"
+            f"and {listing} lists the flags"
         )
     if word in TODAY:
         today = " ".join(TODAY[word])
         return f"unknown flag {word}; give {today}"
+    meant = _of_command(word, beside) or _of_training(word)
+    if meant is None:
+        return f"unknown flag {word}; {listing} lists all flags"
+    return f"unknown flag {word}; did you mean {meant}?"
+
+
+def _of_command(word: str, beside: FlagParser | None) -> str | None:
+    """Return the flag of a command's own that is most like an unknown one."""
+    return None if beside is None else next(beside.nearest([word]), None)
+
+
+def _of_training(word: str) -> str | None:
+    """Return the flag of training that is most like an unknown one."""
+    if word in OTHERWISE_CALLED:
+        return _with_short(OTHERWISE_CALLED[word])
     known = ["--" + name.replace("_", "-") for name in flags()]
     known += [*YAML_FLAGS, "--recipe"]
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    if word in OTHERWISE_CALLED:
-        close = [OTHERWISE_CALLED[word]]
-    if not close:
-        return f"unknown flag {word}; --help-all lists all flags"
-    return f"unknown flag {word}; did you mean {_with_short(close[0])}?"
+    return _with_short(close[0]) if close else None
 
 
 def _with_short(flag: str) -> str:

@@ -56,6 +56,7 @@ REPLACED = {
     "--use-tfrecords": "TFRecords can't be read; preprocess makes data from text",
     "--model-path": "give --load; `megatron-lite evaluate` takes --model-path too",
     "--cloze-eval": "give `megatron-lite evaluate` --task LAMBADA, with --valid-data for the file",
+    "--tasks": "give `megatron-lite evaluate` --lm-eval with the names of lm-eval's tasks, separated by blanks",
     "--webtext-eval": "give it to `megatron-lite evaluate`, with --corpus for the file",
     "--ckpt-step": "give the directory of the iteration, such as --load run/iter_0000100",
     "--skip-train": "`megatron-lite evaluate` evaluates without training; use it",
@@ -99,4 +100,5 @@ def refuse_all(messages: Sequence[str]) -> None:
     if len(messages) == 1:
         raise UsageError(messages[0])
     if messages:
-        raise UsageError(f"{len(messages)} flags can't be taken. {'. '.join(messages)}")
+        listed = ". ".join(messages).replace("?.", "?")
+        raise UsageError(f"{len(messages)} flags can't be taken. {listed}")

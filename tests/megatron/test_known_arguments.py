@@ -467,6 +467,22 @@ def test_the_commands_refuse_with_status_3(
             assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"num_attention_heads": "many"}, "'many'"),
+        ({"norm_epsilon": "small"}, "'small'"),
+        ({"window_size": 7, "window_attn_skip_freq": None}, "int"),
+    ],
+)
+def test_an_impossible_value_is_refused_with_the_directory(
+    changed: dict[str, Any], found: str, edited: Callable[[dict[str, Any]], Path]
+) -> None:
+    path = edited(changed)
+    outcome = run("inspect", path)
+    assert_refused(outcome, 3, f"{path / 'release'}: the ", found)
+
+
 def test_a_config_json_beside_it_hides_nothing(
     edited: Callable[[dict[str, Any]], Path], tmp_path: Path
 ) -> None:

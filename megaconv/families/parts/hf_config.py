@@ -49,13 +49,17 @@ def _require_names(config: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """Errors that begin with `config.json`, by which families know the file, or with `the model`, begin with its path."""
+    """Errors that begin with `config.json`, by which families know the file, with `the model` or with `the checkpoint`
+    begin with its path.
+
+    path: the file, or the directory of a Megatron checkpoint.
+    """
     try:
         yield
     except CheckpointError as error:
         if str(error).startswith(f"{CONFIG_NAME}: "):
             error.args = (f"{path}{str(error).removeprefix(CONFIG_NAME)}",)
-        elif str(error).startswith("the model"):
+        elif str(error).startswith(("the model", "the checkpoint")):
             error.args = (f"{path}: {error}",)
         raise
 

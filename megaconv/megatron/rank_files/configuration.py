@@ -32,7 +32,7 @@ def configure(
 ) -> ModelConfig:
     """The configuration from config.json, otherwise from args. It has to agree with the tensors."""
     if not required and not (directory / CONFIG_NAME).is_file():
-        with well_formed("the rank files' args"):
+        with well_formed("the checkpoint's args"):
             return from_arguments(args, found, legacy=legacy)
     larger = is_multimodal(directory)
     _, config = read_config(directory / CONFIG_NAME, text_only=larger and text_only, whole=True)
@@ -55,7 +55,7 @@ def configure(
             )
     # config.json may list layers that weren't saved.
     config = changed(config, {"mtp_layers": found["mtp_layers"]})
-    with well_formed("the rank files' args"):
+    with well_formed("the checkpoint's args"):
         given = read_fields(args, found, legacy=legacy)
         compared = _compared(given, found, args)
     return _with_run_arguments(config, compared, where, config_wins=required)
@@ -157,7 +157,7 @@ def vocabulary_size(
     """The true vocabulary size: the requested one, that of config.json or args, or all rows."""
     given = options.true_vocab_size
     if given is None:
-        with well_formed("the rank files' args"):
+        with well_formed("the checkpoint's args"):
             stated = true_vocab(args, padded, tp)
         given = config.vocab if config.hf is not None else stated
         if options.config is None and stated not in (None, given):

@@ -12,6 +12,7 @@ from formats.tensor import LazyTensor, Shape
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars
 from megaconv.errors import NotExpressible, UnknownFormat
 from megaconv.families import family, read_config
+from megaconv.families.parts.hf_config import naming_file
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.whole_model import refuse_optimizer
 from megaconv.megatron.arguments.encoder import refuse_lost_head
@@ -154,7 +155,8 @@ def open_model(
     )
     sidecars = options.config or (source.listing.directory.parent / SIDECAR_DIRECTORY)
     names = with_stacks(spellings.size_tensors, source.ranks)
-    model = _describe(source, beside, options, names, sidecars, spellings, by_args=by_args)
+    with naming_file(source.listing.directory):
+        model = _describe(source, beside, options, names, sidecars, spellings, by_args=by_args)
     training = _training(source)
     if options.optimizer and training.optimizer is not None:
         _refuse_optimizer(source, model, training.optimizer)

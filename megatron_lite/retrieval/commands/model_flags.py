@@ -18,7 +18,7 @@ from megatron_lite.settings.flag_parser import FlagParser
 def parse_with_model_flags(parser: FlagParser, words: Sequence[str]) -> argparse.Namespace:
     """Return the values of `embed`, with the flags of the model as `training`. Raises UsageError for an unknown flag."""
     given, rest = parser.parse_known_args(with_todays_flags(words, "embed"))
-    settings, ignored = parse("pretrain", rest)
+    settings, ignored = parse("pretrain", rest, beside=parser)
     given.training = settings
     names = sorted(name for name in settings.given if flags()[name][0] != "model")
     others = [*ignored, *(f"--{name.replace('_', '-')}" for name in names)]

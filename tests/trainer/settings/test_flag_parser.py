@@ -53,6 +53,21 @@ def test_a_suggestion_has_the_short_spelling_too() -> None:
         ("serve model --seq-len 8", "unknown flag --seq-len; did you mean --seq-length?"),
         ("serve model --zebra", "unknown flag --zebra; --help lists all flags"),
         ("evaluate model --tsk LAMBADA", "unknown flag --tsk; did you mean --task?"),
+        (
+            "evaluate model --tsk LAMBADA --fim-rate 0.5",
+            "2 flags can't be taken. unknown flag --tsk; did you mean --task? "
+            "--fim-rate: fill in the middle is not supported yet; leave it out",
+        ),
+        (
+            "evaluate model --tasks arc_easy",
+            "--tasks: give `megatron-lite evaluate` --lm-eval with the names of lm-eval's tasks, separated by blanks",
+        ),
+        (
+            "embed --output index --bert-laod x",
+            "unknown flag --bert-laod; did you mean --bert-load?",
+        ),
+        ("plan --worldsize 8", "unknown flag --worldsize; did you mean --world-size?"),
+        ("plan --zebra", "unknown flag --zebra; --help lists all flags"),
         ("models --zebra", "unrecognized arguments: --zebra; --help lists all flags"),
         ("recipes one two", "unrecognized arguments: two; --help lists all flags"),
         ("plot", "the following arguments are required: RUN; --help lists all flags"),
