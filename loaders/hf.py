@@ -39,6 +39,7 @@ from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
+from megaconv.values import fp8
 from megaconv.values.compressed_tensors import scheme_of
 from megaconv.values.quantized import dequantize
 
@@ -181,8 +182,7 @@ def _details(method: str, settings: Mapping[str, Any], where: str) -> str:
     if method == "compressed-tensors":
         return scheme_of(settings, where)
     if method == "fp8":
-        rows, columns = settings["weight_block_size"]
-        return f"blocks of {rows} x {columns}"
+        return fp8.described(settings, where)
     if method == "modelopt":
         return str(settings["quant_algo"])
     if method in ("gptq", "awq"):

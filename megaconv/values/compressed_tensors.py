@@ -39,7 +39,10 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 
 def scheme_of(settings: Any, where: str) -> str:
-    """The scheme of the weights, such as `INT4 by groups of 128`. Raises UnsupportedInput for an unsupported scheme."""
+    """The scheme of the weights, such as `INT4 by groups of 128`; empty if only activations are quantized.
+
+    Raises UnsupportedInput for an unsupported scheme.
+    """
     if not isinstance(settings, Mapping) or "config_groups" not in settings:
         raise CorruptCheckpoint(
             f"{where}: quantization_config of compressed-tensors has no config_groups, which name the scheme of the weights"
@@ -50,22 +53,42 @@ def scheme_of(settings: Any, where: str) -> str:
     for (path, weights), layout in zip(groups.items(), layouts, strict=True):
         _require_kinds(weights, path, layout)
     with well_formed(inside):
+        _require_none(
+            {
+                "rotated weights": bool(settings.get("transform_config")),
+                "sparse weights": _is_sparse(settings),
+            },
+            where,
+        )
         found = [
-            _scheme(weights, layout, settings, where)
+            _scheme(weights, layout, where)
             for weights, layout in zip(groups.values(), layouts, strict=True)
         ]
     return ", ".join(sorted(set(found)))
 
 
 def _layouts(settings: Mapping[str, Any], inside: str) -> list[str]:
-    """The format of each group, in the order of config_groups. inside: the file and the key, for messages."""
+    """The format of each group with weights, in the order of config_groups. inside: the file and the key, for messages."""
     layout = value_of(settings, "format", str, inside)
-    groups = settings["config_groups"]
+    groups = _quantized_groups(settings)
     if layout != _MIXED:
         return [layout] * len(groups)
     return [
-        value_of(groups[name], "format", str, f"{inside}.config_groups.{name}") for name in groups
+        value_of(group, "format", str, f"{inside}.config_groups.{name}")
+        for name, group in groups.items()
     ]
+
+
+def _quantized_groups(settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The groups of modules whose weights are quantized. Others have quantized activations or caches alone."""
+    groups = settings["config_groups"]
+    return {name: group for name, group in groups.items() if group["weights"] is not None}
+
+
+def _is_sparse(settings: Mapping[str, Any]) -> bool:
+    """True if weights leave out their zeros. The format `dense` only reports the share of zeros."""
+    sparsity = settings.get("sparsity_config") or {}
+    return bool(sparsity) and sparsity.get("format") != "dense"
 
 
 def _require_kinds(weights: Mapping[str, Any], path: str, layout: str) -> None:
@@ -80,9 +103,18 @@ def _require_kinds(weights: Mapping[str, Any], path: str, layout: str) -> None:
         value_of(weights, "block_structure", list, path)
 
 
-def _scheme(
-    weights: Mapping[str, Any], layout: str, settings: Mapping[str, Any], where: str
-) -> str:
+def _require_none(problems: Mapping[str, bool], where: str) -> None:
+    """Raise UnsupportedInput that names the problems that are there."""
+    found = [name for name, is_so in problems.items() if is_so]
+    if found:
+        raise UnsupportedInput(
+            f"{where}: weights quantized by compressed-tensors with {', '.join(found)}; only symmetric FP8, INT8 and "
+            "INT4 by tensor, channel, group or block, MXFP4, MXFP8 and NVFP4 "
+            "are supported: convert an unquantized copy of the model"
+        )
+
+
+def _scheme(weights: Mapping[str, Any], layout: str, where: str) -> str:
     number, strategy = (weights["type"], weights["num_bits"]), weights["strategy"]
     small = KINDS.get(layout)
     name, bits, size = small or (_SCHEMES.get(number, ""), 0, 0)
@@ -96,17 +128,9 @@ def _scheme(
         f"format {layout!r:.40}": layout not in _FORMATS,
         f"strategy {strategy!r:.40}": strategy not in _STRATEGIES and not small,
         "columns in another order": weights.get("actorder") in ("group", "dynamic"),
-        "rotated weights": bool(settings.get("transform_config")),
-        "sparse weights": bool(settings.get("sparsity_config")),
         "asymmetric numbers": number[0] == "float" and not weights["symmetric"],
     }
-    found = [name for name, is_so in problems.items() if is_so]
-    if found:
-        raise UnsupportedInput(
-            f"{where}: weights quantized by compressed-tensors with {', '.join(found)}; only symmetric FP8, INT8 and "
-            "INT4 by tensor, channel, group or block, MXFP4, MXFP8 and NVFP4 "
-            "are supported: convert an unquantized copy of the model"
-        )
+    _require_none(problems, where)
     by = strategy
     if strategy in ("group", "tensor_group"):
         by = f"groups of {weights['group_size']}"
@@ -131,7 +155,7 @@ class _Scheme:
 
     @classmethod
     def of_groups(cls, settings: Mapping[str, Any], inside: str) -> "_Scheme":
-        groups = [group["weights"] for group in settings["config_groups"].values()]
+        groups = [group["weights"] for group in _quantized_groups(settings).values()]
         units: set[tuple[int, int]] = set()
         for weights in groups:
             if weights["strategy"] == "block":
@@ -142,7 +166,7 @@ class _Scheme:
         return cls(
             units=frozenset(units),
             widths=tuple(sorted({weights["num_bits"] for weights in groups})),
-            is_asymmetric=not any(weights["symmetric"] for weights in groups),
+            is_asymmetric=bool(groups) and not any(weights["symmetric"] for weights in groups),
             layouts=frozenset(_layouts(settings, inside)),
         )
 

@@ -24,8 +24,15 @@ from megaconv.values.scaled import NibbleRows, ScaledTensor
 _log = logging.getLogger("megaconv")
 
 _SCALE, _SCALE_2, _PRE_QUANT = "_scale", "_scale_2", "pre_quant_scale"
-_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
-"""Suffixes of tensors from a calibration: scales of activations and of the key/value cache."""
+_OF_ACTIVATIONS = (
+    ".activation_scale",
+    *(
+        f".{subject}_{kind}"
+        for subject in ("input", "output", "q", "k", "v")
+        for kind in ("scale", "global_scale", "zero_point")
+    ),
+)
+"""Suffixes of tensors from a calibration: scales and zero points of activations and of the key/value cache."""
 _FLOATS = ("float32", "bfloat16", "float16")
 _QUANTIZED_DTYPES = ("float8_e4m3fn", "int8", "uint8")
 

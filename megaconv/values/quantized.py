@@ -1,11 +1,6 @@
 """Dequantizes weights block by block while they are read. All arithmetic is numpy's.
 
-    FP8 by blocks (DeepSeek-V3)     x.weight [out, in] float8_e4m3fn, x.weight_scale_inv [out / 128, in / 128] float32:
-                                    value * the scale of its block; the last blocks of a row or column may be narrower
-    the same (DeepSeek V4)          x.scale in place of x.weight_scale_inv, in float8_e8m0fnu: powers of two
-    FP8 (tables of Qwen4-Exp)       x.weight, or its rows in x.shard_0.weight ..., [rows, cols] float8_e4m3fn, x.weight_scale [1]:
-                                    value * the scale
-    FP4 (experts of DeepSeek V4)    x.weight [out, in / 2] int8, x.scale [out, in / 32] float8_e8m0fnu: as MXFP4
+    FP8, and FP4 of DeepSeek V4     `fp8.py`
     NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
                                     float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
     MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
@@ -16,10 +11,9 @@
     bitsandbytes                    `bitsandbytes.py`
 
 Products are computed in float32, where they are exact or rounded once, and then rounded to nearest even. `four_bits.py` has
-those of 4 bits. Source: README_WEIGHTS.md and inference/kernel.py of DeepSeek-V3.
+those of 4 bits.
 """
 
-import re
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -27,16 +21,13 @@ from typing import Any
 from formats.tensor import LazyTensor, matrix_shape, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import MLX, quant_method, quantization
-from megaconv.values import compressed_tensors, modelopt
-from megaconv.values.beside_weights import needed, require_one_form
+from megaconv.values import compressed_tensors, fp8, modelopt
+from megaconv.values.beside_weights import require_one_form
 from megaconv.values.cast import CastTensor
 from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
-from megaconv.values.scaled import ScaledTensor
 from megaconv.values.settings import value_of, weights_of_groups
 
-_SCALE_INV, _BLOCKS, _SCALES = "_scale_inv", "_blocks", "_scales"
-_WEIGHT, _V4_SCALE, _POWERS = ".weight", ".scale", "float8_e8m0fnu"
-_TABLE_SCALE, _PART_OF_TABLE = ".weight_scale", re.compile(r"\.shard_\d+(?=\.weight$)")
+_BLOCKS, _SCALES = "_blocks", "_scales"
 _NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
 
 
@@ -68,7 +59,7 @@ def dequantize(
             f"{where}: the weights are quantized by MLX, which `--loader mlx` reads; megaconv finds that loader by itself"
         )
     if method == "fp8":
-        return _from_fp8(tensors, _fp8_block(quantization(config), where), dtype, where)
+        return fp8.dequantize(tensors, fp8.block_of(quantization(config), where), dtype, where)
     if method == "modelopt":
         settings = quantization(config)
         form = modelopt.form_of(settings)
@@ -89,114 +80,6 @@ def dequantize(
     if method == "compressed-tensors":
         return compressed_tensors.dequantize(tensors, quantization(config), dtype, where)
     return _from_mxfp4(tensors, dtype, where) if method == "mxfp4" else dict(tensors)
-
-
-def _fp8_block(quantization: Mapping[str, Any], where: str) -> tuple[int, int]:
-    block = quantization.get("weight_block_size")
-    if not (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(size) is int and size > 0 for size in block)
-    ):
-        raise UnsupportedInput(
-            f"{where}: fp8 weights with weight_block_size {block!r}; only blocks of rows and columns are supported"
-        )
-    return block[0], block[1]
-
-
-def _from_fp8(
-    tensors: Mapping[str, LazyTensor], block: tuple[int, int], dtype: str, where: str
-) -> dict[str, LazyTensor]:
-    scale_names = {name: _scale_name(name, tensors) for name in tensors}
-    are_scales = {scale for scale in scale_names.values() if scale is not None}
-    is_v4 = any(scale.endswith(_V4_SCALE) for scale in are_scales)
-    found: dict[str, LazyTensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(_SCALE_INV):
-            needed(name.removesuffix(_SCALE_INV), tensors, where)
-        if name in are_scales:
-            continue
-        scale_name = scale_names[name]
-        if scale_name is not None and scale_name == _table_scale(name):
-            found[name] = _with_one_scale(name, tensor, tensors[scale_name], dtype, where)
-            continue
-        is_packed = tensor.dtype == "int8" and is_v4
-        if scale_name is None and (tensor.dtype == "float8_e4m3fn" or is_packed):
-            kind = "fp4" if is_packed else "fp8"
-            missing = _v4_scale(name) if is_v4 else name + _SCALE_INV
-            raise TensorMismatch(
-                f"{where}: {name} is {kind}, and there is no {missing}", code="missing-tensor"
-            )
-        if scale_name is None:
-            found[name] = tensor
-            continue
-        scales = tensors[scale_name]
-        if tensor.dtype == "int8" and scales.dtype == _POWERS:
-            found[name] = _fp4(name, tensor, scales, dtype, where)
-        else:
-            _require_fp8_grid(name, tensor, scales, block, where)
-            found[name] = ScaledTensor(tensor, scales, block, dtype)
-    return found
-
-
-def _scale_name(name: str, tensors: Mapping[str, LazyTensor]) -> str | None:
-    """The name of a tensor's scales, as DeepSeek V3 or V4 names them; None if it has none."""
-    if name + _SCALE_INV in tensors:
-        return name + _SCALE_INV
-    of_v4 = _v4_scale(name)
-    is_quantized = tensors[name].dtype in ("float8_e4m3fn", "int8")
-    if not is_quantized or not name.endswith(_WEIGHT):
-        return None
-    return next((scale for scale in (of_v4, _table_scale(name)) if scale in tensors), None)
-
-
-def _table_scale(name: str) -> str:
-    """The name of the only scale of an embedding, whose rows may be in several tensors."""
-    return _PART_OF_TABLE.sub("", name).removesuffix(_WEIGHT) + _TABLE_SCALE
-
-
-def _with_one_scale(
-    name: str, tensor: LazyTensor, scale: LazyTensor, dtype: str, where: str
-) -> ScaledTensor:
-    """A matrix of FP8 with one scale. Raises TensorMismatch for more scales, or for other dtypes."""
-    is_float = scale.dtype in ("float32", "bfloat16")
-    if tensor.dtype != "float8_e4m3fn" or not is_float or prod(scale.shape) != 1:
-        raise TensorMismatch(
-            f"{where}: {name} is {tensor.dtype} with scales {list(scale.shape)} {scale.dtype}; "
-            "expected float8_e4m3fn with one scale in float32 or bfloat16"
-        )
-    return ScaledTensor(tensor, scale, matrix_shape(tensor.shape), dtype)
-
-
-def _v4_scale(name: str) -> str:
-    return name.removesuffix(_WEIGHT) + _V4_SCALE
-
-
-def _require_fp8_grid(
-    name: str, tensor: LazyTensor, scales: LazyTensor, block: tuple[int, int], where: str
-) -> None:
-    """Raise TensorMismatch unless the scales are numbers, one for each block of an FP8 matrix."""
-    rows, cols = matrix_shape(tensor.shape)
-    grid = (-(-rows // block[0]), -(-cols // block[1]))
-    has_dtypes = tensor.dtype == "float8_e4m3fn" and scales.dtype in ("float32", _POWERS)
-    if not has_dtypes or tuple(scales.shape) != grid:
-        raise TensorMismatch(
-            f"{where}: {name} is {list(tensor.shape)} {tensor.dtype} "
-            f"with scales {list(scales.shape)} {scales.dtype}; "
-            f"expected float8_e4m3fn with {list(grid)} float32"
-        )
-
-
-def _fp4(name: str, packed: LazyTensor, scales: LazyTensor, dtype: str, where: str) -> Mxfp4Tensor:
-    """A matrix of two 4-bit values per byte, as the experts of DeepSeek V4. Raises TensorMismatch for scales that don't
-    fit."""
-    rows, half = matrix_shape(packed.shape)
-    if tuple(scales.shape) != (rows, 2 * half // MXFP4_GROUP) or 2 * half % MXFP4_GROUP:
-        raise TensorMismatch(
-            f"{where}: {name} is {list(packed.shape)} int8 with scales {list(scales.shape)}; "
-            f"expected [out, in / 2] and [out, in / {MXFP4_GROUP}]"
-        )
-    return Mxfp4Tensor(packed, scales, (rows, 2 * half), dtype)
 
 
 def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:

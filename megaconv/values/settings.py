@@ -30,12 +30,14 @@ def value_of(settings: Mapping[str, Any], key: str, kind: type, where: str) -> A
 def weights_of_groups(settings: Mapping[str, Any], where: str) -> dict[str, Mapping[str, Any]]:
     """The settings of the weights in each of config_groups, by the keys that lead to them.
 
-    Raises CorruptCheckpoint like value_of.
+    A group whose weights are null has quantized activations alone, and is left out. Raises CorruptCheckpoint like value_of.
     """
     found: dict[str, Mapping[str, Any]] = {}
     groups = value_of(settings, "config_groups", dict, where)
     for name in groups:
         path = f"{where}.config_groups"
         group = value_of(groups, name, dict, path)
+        if "weights" in group and group["weights"] is None:
+            continue
         found[f"{path}.{name}.weights"] = value_of(group, "weights", dict, f"{path}.{name}")
     return found

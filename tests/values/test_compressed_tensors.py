@@ -255,6 +255,62 @@ def test_a_model_becomes_a_plain_one(scheme: str, tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
+def test_a_report_of_the_share_of_zeros_changes_nothing(tmp_path: Path) -> None:
+    """llm-compressor wrote it until 2025, also for models that leave out no zeros."""
+    report = {
+        "format": "dense",
+        "global_sparsity": 0.1463,
+        "ignore": [],
+        "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+    }
+    config = SCHEMES["int8-channel"] | {"sparsity_config": report}
+    outcome = run("convert", write(tmp_path / "in", "int8-channel", config), tmp_path / "out", "--saver", "hf")  # fmt: skip
+    assert outcome.status == 0, outcome.err
+    found = load_file(tmp_path / "out/model.safetensors")
+    for name in MATRICES:
+        expected = quantized(SOURCE[name], "int8-channel")[1].bfloat16()
+        assert torch.equal(found[name], expected), name
+
+
+CACHE = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+ATTENTION = {"targets": ["LlamaAttention"], "weights": None, "input_activations": CACHE}
+
+
+@pytest.mark.parametrize("groups", [{}, {"group_0": ATTENTION}])
+def test_a_model_with_a_quantized_cache_alone_has_plain_weights(
+    groups: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "in"
+    path.mkdir()
+    config = json.loads((EXPORTS / "src/config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": groups,
+        "kv_cache_scheme": CACHE,
+        "sparsity_config": {},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    attention = "model.layers.0.self_attn"
+    beside = {f"{attention}.{kind}_scale": torch.tensor([0.5]) for kind in ("q", "k", "v")}
+    beside[f"{attention}.k_zero_point"] = torch.zeros(1, dtype=torch.int8)
+    save_file(SOURCE | beside, path / "model.safetensors")
+    outcome = run("convert", path, tmp_path / "out", "--saver", "hf")
+    assert outcome.status == 0, outcome.err
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == SOURCE.keys()
+    for name, tensor in SOURCE.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_groups_of_activations_do_not_hide_the_groups_of_weights(tmp_path: Path) -> None:
+    config = json.loads(json.dumps(SCHEMES["int4-group"]))
+    config["config_groups"]["group_1"] = ATTENTION
+    outcome = run("inspect", write(tmp_path / "in", "int4-group", config))
+    assert "compressed-tensors (INT4 by groups of 32)" in outcome.out
+
+
 def test_inspect_names_the_scheme(tmp_path: Path) -> None:
     outcome = run("inspect", write(tmp_path / "in", "int4-group"))
     assert "compressed-tensors (INT4 by groups of 32)" in outcome.out
@@ -284,6 +340,16 @@ def test_inspect_names_the_scheme(tmp_path: Path) -> None:
         (settings("float", 8, "channel", format="mixed-precision"), "group_0.format: is missing"),
         (settings("float", 8, "attn_head"), "strategy 'attn_head'"),
         (settings("int", 4, "channel", transform_config={"a": 1}), "rotated weights"),
+        (
+            settings("int", 8, "channel", transform_config={"a": 1}, config_groups={}),
+            "rotated weights",
+        ),
+        (
+            settings("int", 4, "channel", sparsity_config={"format": "sparse-24-bitmask"}),
+            "sparse weights",
+        ),
+        (settings("int", 4, "channel", sparsity_config={"targets": []}), "sparse weights"),
+        (settings("int", 4, "channel", sparsity_config="dense"), "quantization_config"),
         (settings("int", 4, "channel", format="marlin-24"), "format 'marlin-24'"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
     ],
