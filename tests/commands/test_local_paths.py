@@ -12,8 +12,9 @@ from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
 from megaconv.local_paths import local_path, local_word
 from megatron_lite.cli import main
-from megatron_lite.settings.arguments import parse, type_hints
+from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import flags, make_settings
+from megatron_lite.settings.value_types import type_hints
 from tests.models import write_llama
 from tests.runs import assert_refused, run
 

@@ -9,7 +9,7 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.settings.architecture import with_layers
-from megatron_lite.settings.arguments import YAML_FLAGS, parse
+from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.earlier_flags import REPLACED, TODAY
 from megatron_lite.settings.megatron_flags import (
@@ -19,6 +19,7 @@ from megatron_lite.settings.megatron_flags import (
     WITHOUT_EFFECT,
     refused_feature,
 )
+from megatron_lite.settings.unknown_flags import YAML_FLAGS
 from tests.conftest import FIXTURES
 from tests.megatron_oracle import installed_minor
 
