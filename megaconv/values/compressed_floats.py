@@ -57,11 +57,12 @@ def from_packed(
     grid = (rows, columns // group)
     has_whole_groups = columns % group == 0
     is_scaled = (tuple(scales.shape), scales.dtype) == (grid, stored_as)
-    if not (has_whole_groups and is_scaled):
+    has_pairs = packed.dtype == "uint8" and len(packed.shape) == 2
+    if not (has_pairs and has_whole_groups and is_scaled):
         raise TensorMismatch(
             f"{where}: {module}{_PACKED} is {list(packed.shape)} {packed.dtype} "
             f"with scales {list(scales.shape)} {scales.dtype}; "
-            f"expected {list(grid)} scales of {stored_as}",
+            f"expected a matrix of uint8 with {list(grid)} scales of {stored_as}",
             code="misshapen-tensor",
         )
     shape = (rows, columns)

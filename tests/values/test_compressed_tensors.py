@@ -214,9 +214,10 @@ def test_groups_with_formats_of_their_own_are_read_together() -> None:
 @pytest.mark.parametrize(
     ("end", "tensor", "words"),
     [
-        ("weight_scale", torch.ones(13, 8).to(torch.float8_e4m3fn), r"expected \[13, 16\] scales"),
+        ("weight_scale", torch.ones(13, 8).to(torch.float8_e4m3fn), r"with \[13, 16\] scales"),
+        ("weight_packed", torch.zeros(13, 128), r"weight_packed is .* expected a matrix of uint8"),
         ("weight_global_scale", torch.ones(2), r"weight_global_scale is \[2\]"),
-        ("weight_global_scale", None, r"expected \[13, 8\] scales of uint8"),
+        ("weight_global_scale", None, r"with \[13, 8\] scales of uint8"),
         ("weight_packed", None, r"there is no x\.weight_packed"),
     ],
 )
@@ -240,7 +241,7 @@ def test_scales_of_mxfp4_that_do_not_fit_are_named() -> None:
     described = json.loads((GOLDEN / "configs.json").read_text())["MXFP4A16"]
     codes = as_lazy(torch.zeros(2, 32, dtype=torch.uint8))
     tensors = {"x.weight_packed": codes, "x.weight_scale": codes}
-    with pytest.raises(TensorMismatch, match=r"x\.weight_packed is .* expected \[2, 2\] scales"):
+    with pytest.raises(TensorMismatch, match=r"x\.weight_packed is .* with \[2, 2\] scales"):
         dequantize(tensors, {"quantization_config": described}, "bfloat16", "here")
 
 
