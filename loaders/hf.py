@@ -86,8 +86,11 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     found = with_names_of_family(found, family, where)
     found = _without_words(found, config, family, where)
     # MXFP4 stores experts as rows, while plain weights may be transposed.
-    naming = HF_STACKED if quant_method(quantized, where) == "mxfp4" else HF
-    config, tensors = whole_model(family, config, naming, found | beside, where)
+    method = quant_method(quantized, where)
+    naming = HF_STACKED if method == "mxfp4" else HF
+    config, tensors = whole_model(
+        family, config, naming, found | beside, where, has_zero_biases=method == "gptq"
+    )
     manifest = describe(tensors)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
@@ -183,6 +186,8 @@ def _details(method: str, settings: Mapping[str, Any], where: str) -> str:
         return scheme_of(settings, where)
     if method == "fp8":
         return fp8.described(settings, where)
+    if method == "fbgemm_fp8":
+        return "one scale for each row"
     if method == "modelopt":
         return str(settings["quant_algo"])
     if method in ("gptq", "awq"):

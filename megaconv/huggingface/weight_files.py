@@ -17,6 +17,7 @@ from megaconv.families import Family
 from megaconv.families.parts.keys import WEIGHT_NAMES
 from megaconv.families.parts.scores import require_scores_of_class, with_stored_bias
 from megaconv.huggingface.other_files import complete_shards, weights_inside
+from megaconv.huggingface.zero_biases import without_zero_biases
 from megaconv.model.assembled import Placed, assemble
 from megaconv.model.check import listing, same_names
 from megaconv.model.config import ModelConfig
@@ -245,11 +246,14 @@ def whole_model(
     found: Mapping[str, LazyTensor],
     where: str,
     slots: Mapping[str, Mapping[str, LazyTensor]] = MappingProxyType({}),
+    *,
+    has_zero_biases: bool = False,
 ) -> tuple[ModelConfig, dict[Key, LazyTensor]]:
     """The canonical tensors of an unsharded model, and its configuration, completed from the tensors.
 
     where: for messages. slots: the optimizer's tensors by slot and native name, for the parameters that have any; each
-    comes after its weight. Raises TensorMismatch for tensors that are missing, unknown or of the wrong shape.
+    comes after its weight. has_zero_biases: see `zero_biases.py`.
+    Raises TensorMismatch for tensors that are missing, unknown or of the wrong shape.
     """
     left_out = {**family.left_out, **family.unused(config)}
     _warn_of_left_out(left_out, found, where)
@@ -266,6 +270,8 @@ def whole_model(
         config = replace(config, whole=whole)
     if not slots:
         kept, natives = _by_first_names(kept, natives)
+    if has_zero_biases:
+        kept = without_zero_biases(kept, (native.name for native in natives), where)
     same_names([native.name for native in natives], kept, where)
     shapes = canonical_shapes(family.rows, config)
     tensors: dict[Key, LazyTensor] = {}

@@ -1,6 +1,7 @@
 """Dequantizes weights block by block while they are read. All arithmetic is numpy's.
 
     FP8, and FP4 of DeepSeek V4     `fp8.py`
+    FBGEMM's FP8 (Llama 3.1 405B)   x.weight [out, in] float8_e4m3fn, x.weight_scale [out, 1] float32: as ModelOpt's by rows
     NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
                                     float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
     MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
@@ -28,6 +29,8 @@ from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvF
 from megaconv.values.settings import value_of, weights_of_groups
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
+_FP8_BY_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
+"""ModelOpt's name of the form that FBGEMM's weights have too."""
 _NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
 
 
@@ -60,6 +63,8 @@ def dequantize(
         )
     if method == "fp8":
         return fp8.dequantize(tensors, fp8.block_of(quantization(config), where), dtype, where)
+    if method == "fbgemm_fp8":
+        return modelopt.dequantize(tensors, modelopt.FORMS[_FP8_BY_ROWS], dtype, where)
     if method == "modelopt":
         settings = quantization(config)
         form = modelopt.form_of(settings)

@@ -109,6 +109,30 @@ def test_several_scales_where_the_settings_have_no_blocks_are_refused(shape: tup
         dequantize(tensors, settings(None), None, "here")
 
 
+FBGEMM = {
+    "activation_scale_ub": 1200.0,
+    "modules_to_not_convert": ["lm_head"],
+    "quant_method": "fbgemm_fp8",
+}
+"""The settings of the Llama 3.1 405B in FP8 that Meta publishes."""
+
+
+@pytest.mark.parametrize("shape", [(16, 1), (16,)])
+def test_rows_of_fbgemm_are_multiplied_with_their_scales(shape: tuple[int, ...]) -> None:
+    scales = torch.rand(shape, generator=torch.Generator().manual_seed(GENERATOR_SEED))
+    tensors = {"x.weight": as_lazy(all_codes()), "x.weight_scale": as_lazy(scales)}
+    (found,) = dequantize(tensors, {"quantization_config": FBGEMM}, None, "here").values()
+    expected = (all_codes().float() * scales.reshape(16, 1)).bfloat16()
+    assert_same(as_torch(found), expected)
+    assert_same(in_rectangles(found, 3, 5), expected)
+
+
+def test_fbgemm_needs_a_scale_for_each_row() -> None:
+    tensors = {"x.weight": as_lazy(all_codes()), "x.weight_scale": as_lazy(torch.ones(8, 1))}
+    with pytest.raises(TensorMismatch, match=r"x\.weight is .* with scales \[8, 1\]"):
+        dequantize(tensors, {"quantization_config": FBGEMM}, None, "here")
+
+
 def quantize(model: Path) -> dict[str, torch.Tensor]:
     """Turn the linear layers of a model into FP8 with one scale each, in place, as Mistral publishes them.
 

@@ -246,6 +246,37 @@ def write(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+def with_biases(path: Path, value: float) -> Path:
+    """The model with a bias beside each quantized matrix, as AutoGPTQ stores one for every model."""
+    stored = load_file(path / "model.safetensors")
+    modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
+    for module in modules:
+        rows = stored[f"{module}.scales"].shape[1]
+        stored[f"{module}.bias"] = torch.full((rows,), value, dtype=torch.float16)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_biases_of_zeros_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", gptq())
+    biased = with_biases(write(tmp_path / "biased", gptq()), 0.0)
+    assert megaconv.fingerprint(biased) == megaconv.fingerprint(plain)
+
+
+def test_biases_of_zeros_stay_where_the_model_has_biases(tmp_path: Path) -> None:
+    """A Llama with attention_bias has those of attention, and not those of its MLP."""
+    biased = with_biases(write(tmp_path / "biased", gptq() | {"attention_bias": True}), 0.0)
+    megaconv.convert(biased, tmp_path / "hf", saver="hf")
+    found = {name for name in load_file(tmp_path / "hf/model.safetensors") if name.endswith("bias")}
+    assert found == {f"model.layers.0.self_attn.{kind}_proj.bias" for kind in "qkvo"}
+
+
+def test_biases_of_other_numbers_are_no_part_of_a_model_without_biases(tmp_path: Path) -> None:
+    biased = with_biases(write(tmp_path / "biased", gptq()), 0.5)
+    with pytest.raises(TensorMismatch, match=r"7 tensors are unknown .*mlp\.down_proj\.bias"):
+        megaconv.fingerprint(biased)
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq"])
 def test_a_quantized_model_becomes_a_megatron_checkpoint_and_a_plain_model(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -13,7 +13,16 @@ from megaconv.families.parts.keys import CONFIG_NAME
 
 MLX = "mlx"
 QUANT_METHODS = (
-    *("fp8", "mxfp4", "modelopt", "compressed-tensors", "gptq", "awq", "bitsandbytes"),
+    *(
+        "fp8",
+        "fbgemm_fp8",
+        "mxfp4",
+        "modelopt",
+        "compressed-tensors",
+        "gptq",
+        "awq",
+        "bitsandbytes",
+    ),
     MLX,
 )
 """Supported values of quant_method in config.json. MLX's description names no method."""
