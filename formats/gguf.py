@@ -28,6 +28,18 @@ BLOCK_TYPES = {
     "q6_k": (256, 210),
 }
 """Quantized types that are written -> (numbers in a block, bytes of a block)."""
+READ_TYPES = {
+    **BLOCK_TYPES,
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q2_k": (256, 84),
+    "q3_k": (256, 110),
+    "iq4_nl": (32, 18),
+    "iq4_xs": (256, 136),
+    "mxfp4": (32, 17),
+}
+"""Quantized types that are read, in the same form."""
 
 
 class Kind(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from formats import gguf_header
-from formats.gguf import BLOCK_TYPES
+from formats.gguf import READ_TYPES
 from formats.gguf_header import GgufHeader, GgufTensor
 from formats.lazy_numpy import Floats, np
 from formats.tensor import FileTensor, InputFile, LazyTensor
@@ -202,10 +202,10 @@ def _tensors(
 def _plain(file: InputFile, name: str, stored: GgufTensor, dtype: str) -> LazyTensor:
     if stored.dtype in _PLAIN:
         return FileTensor(file, stored.offset, stored.shape, stored.dtype)
-    if stored.dtype not in BLOCK_TYPES:
+    if stored.dtype not in READ_TYPES:
         raise UnsupportedInput(
             f"{file.path}: {name} is of type {stored.dtype.upper()}, which can't be undone; only F32, F16, BF16 and "
-            f"{', '.join(BLOCK_TYPES).upper()} are read"
+            f"{', '.join(READ_TYPES).upper()} are read"
         )
     blocks = FileTensor(file, stored.offset, blocks_shape(stored.shape, stored.dtype), "uint8")
     return BlockValues(blocks, stored.dtype, stored.shape, dtype)

@@ -8,24 +8,25 @@
     q6_k    256 numbers   128 bytes of low and 64 bytes of high code bits; 16 signed scales s; float16 d: d * s * (code - 32)
                           for each 16
 
-`ggml_quantizers.py` makes such blocks. Source: ggml-common.h and ggml-quants.c of llama.cpp.
+`ggml_quantizers.py` makes such blocks. `ggml_read_blocks.py` has the types that are read alone.
+Source: ggml-common.h and ggml-quants.c of llama.cpp.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from formats.gguf import BLOCK_TYPES
+from formats.gguf import BLOCK_TYPES, READ_TYPES
 from formats.lazy_numpy import Floats, np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape, whole_groups
 from megaconv.model.assembled import window
 from megaconv.values.code_tensors import AT_ONCE
+from megaconv.values.ggml_codes import HALF, halves, nibbles
 from megaconv.values.ggml_quantizers import QUANTIZERS
+from megaconv.values.ggml_read_blocks import READ_VALUES
 from megaconv.values.ggml_weighted import WEIGHTED
 from megaconv.values.rounding import rounded
 from megaconv.values.scaled import read_bytes, read_floats
 
-_HALF = 2
-"""Bytes of a float16."""
 _SCALES = 12
 """Bytes of the scales and minima of q4_k and q5_k."""
 
@@ -42,7 +43,7 @@ class BlockValues:
     dtype: str
 
     def read_into(self, box: Box, out: Bytes) -> None:
-        numbers, nbytes = BLOCK_TYPES[self.kind]
+        numbers, nbytes = READ_TYPES[self.kind]
         # The blocks that hold the box's columns may hold further columns.
         whole = whole_groups(box, numbers)
         first, last = whole.col0 // numbers * nbytes, whole.col1 // numbers * nbytes
@@ -104,7 +105,7 @@ class WeightedBlockTensor:
 def blocks_shape(shape: Shape, kind: str) -> Shape:
     """The shape of a tensor's blocks as a matrix of bytes."""
     rows, cols = matrix_shape(shape)
-    numbers, nbytes = BLOCK_TYPES[kind]
+    numbers, nbytes = READ_TYPES[kind]
     return rows, cols // numbers * nbytes
 
 
@@ -114,23 +115,23 @@ def values_of(kind: str, blocks: Bytes) -> Floats:
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    codes = _nibbles(blocks[:, _HALF:], 16).reshape(-1, 32)
-    return _halves(blocks[:, :_HALF]) * (codes.astype(np.float32) - 8)
+    codes = nibbles(blocks[:, HALF:], 16).reshape(-1, 32)
+    return halves(blocks[:, :HALF]) * (codes.astype(np.float32) - 8)
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    codes = np.ascontiguousarray(blocks[:, _HALF:]).view(np.int8)
-    return codes.astype(np.float32) * _halves(blocks[:, :_HALF])
+    codes = np.ascontiguousarray(blocks[:, HALF:]).view(np.int8)
+    return codes.astype(np.float32) * halves(blocks[:, :HALF])
 
 
 def _q4_k(blocks: Bytes) -> Floats:
-    codes = _nibbles(blocks[:, 2 * _HALF + _SCALES :], 32)
+    codes = nibbles(blocks[:, 2 * HALF + _SCALES :], 32)
     return _with_minima(blocks, codes)
 
 
 def _q5_k(blocks: Bytes) -> Floats:
-    start = 2 * _HALF + _SCALES
-    fifth, low = blocks[:, start : start + 32], _nibbles(blocks[:, start + 32 :], 32)
+    start = 2 * HALF + _SCALES
+    fifth, low = blocks[:, start : start + 32], nibbles(blocks[:, start + 32 :], 32)
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     high: Bytes = fifth[:, None, :] >> shifts & np.uint8(1)
     codes: Bytes = low | high << np.uint8(4)
@@ -138,21 +139,21 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 
 def _q6_k(blocks: Bytes) -> Floats:
-    low = _nibbles(blocks[:, :128], 64).reshape(-1, 8, 32)
+    low = nibbles(blocks[:, :128], 64).reshape(-1, 8, 32)
     shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
     high = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts & 3
     codes = low | high.reshape(-1, 8, 32) << 4
     scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    factors = _halves(blocks[:, 208:]) * scales
+    factors = halves(blocks[:, 208:]) * scales
     values = factors[:, :, None] * (codes.astype(np.float32) - 32).reshape(-1, 16, 16)
     return values.reshape(-1, 256)
 
 
 def _with_minima(blocks: Bytes, codes: Bytes) -> Floats:
     """codes: [blocks, 8, 32]."""
-    scales, minima = scales_and_minima(blocks[:, 2 * _HALF : 2 * _HALF + _SCALES])
-    factors = _halves(blocks[:, :_HALF]) * scales
-    offsets = _halves(blocks[:, _HALF : 2 * _HALF]) * minima
+    scales, minima = scales_and_minima(blocks[:, 2 * HALF : 2 * HALF + _SCALES])
+    factors = halves(blocks[:, :HALF]) * scales
+    offsets = halves(blocks[:, HALF : 2 * HALF]) * minima
     values = factors[:, :, None] * codes.astype(np.float32) - offsets[:, :, None]
     return values.reshape(-1, 256)
 
@@ -170,22 +171,11 @@ def scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
     return first.astype(np.float32), second.astype(np.float32)
 
 
-def _nibbles(packed: Bytes, run: int) -> Bytes:
-    """[blocks, bytes] -> [blocks, 2 * bytes / run, run]: each `run` bytes hold their low codes, then their high ones."""
-    runs = packed.reshape(len(packed), -1, 1, run)
-    codes: Bytes = np.concatenate([runs & 15, runs >> 4], axis=2)
-    return codes.reshape(len(packed), -1, run)
-
-
-def _halves(stored: Bytes) -> Floats:
-    """[blocks, 2] bytes of a float16 -> [blocks, 1] float32."""
-    return np.ascontiguousarray(stored).view(np.float16).astype(np.float32)
-
-
 _VALUES: Mapping[str, Callable[[Bytes], Floats]] = {
     "q4_0": _q4_0,
     "q8_0": _q8_0,
     "q4_k": _q4_k,
     "q5_k": _q5_k,
     "q6_k": _q6_k,
+    **READ_VALUES,
 }

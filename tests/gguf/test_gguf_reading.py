@@ -435,8 +435,8 @@ def test_a_file_that_names_no_architecture_is_no_model_of_a_family_that_gguf_has
 
 
 def test_a_type_that_cant_be_undone_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path, [*LLAMA_KEYS.items()], ("token_embd.weight", (8, 32), 3, 0), data=160)
-    assert_refused(run("fingerprint", path), 3, "token_embd.weight is of type Q4_1")
+    path = write(tmp_path, [*LLAMA_KEYS.items()], ("token_embd.weight", (8, 32), 9, 0), data=288)
+    assert_refused(run("fingerprint", path), 3, "token_embd.weight is of type Q8_1")
 
 
 SECOND = ("blk.0.attn_norm.weight", (16,), 0, 512)

@@ -15,12 +15,13 @@ from safetensors.torch import load_file as load_tensors
 
 import megaconv
 from formats import gguf_header
-from formats.gguf import BLOCK_TYPES
+from formats.gguf import BLOCK_TYPES, READ_TYPES
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.gguf.types import MIXTURES
 from megaconv.values.ggml_blocks import BlockTensor, BlockValues, WeightedBlockTensor, values_of
 from megaconv.values.ggml_quantizers import QUANTIZERS
+from megaconv.values.ggml_read_blocks import READ_VALUES
 from megaconv.values.ggml_weighted import WEIGHTED
 from tests.calibrations import write_statistics
 from tests.conftest import FIXTURES
@@ -30,6 +31,7 @@ from tests.values.test_quantized import as_torch, assert_same, in_rectangles
 STORED = load_file(FIXTURES / "ggml-blocks/blocks.safetensors")
 NUMBERS = STORED["numbers"]
 IMPORTANT = load_file(FIXTURES / "ggml-blocks/weighted.safetensors")
+READ_ONLY = load_file(FIXTURES / "ggml-blocks/read_only.safetensors")
 
 
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
@@ -125,6 +127,53 @@ def test_any_rectangle_has_the_same_bytes_and_the_same_values(kind: str) -> None
     assert_same(in_rectangles(made, 5, 100), whole)
     values = BlockValues(as_lazy(whole), kind, NUMBERS.shape, "float32")
     assert_same(in_rectangles(values, 5, 77), torch.from_numpy(STORED[f"{kind}_values"]))
+
+
+def test_types_that_are_read_alone_have_the_sizes_of_the_header() -> None:
+    sizes = {each.name: (each.block, each.nbytes) for each in gguf_header.TYPES.values()}
+    assert {name: sizes[name] for name in READ_TYPES} == READ_TYPES
+    assert READ_TYPES.keys() - BLOCK_TYPES.keys() == READ_VALUES.keys()
+
+
+@pytest.mark.parametrize("kind", READ_VALUES)
+def test_types_that_are_read_alone_have_the_values_that_gguf_py_computes(kind: str) -> None:
+    """The fixture has drawn bytes and what gguf-py 0.19 makes of them."""
+    expected = torch.from_numpy(READ_ONLY[f"{kind}_values"]).reshape(4, 512)
+    stored = torch.from_numpy(READ_ONLY[kind]).reshape(4, -1)
+    values = BlockValues(as_lazy(stored), kind, (4, 512), "float32")
+    assert_same(as_torch(values), expected)
+    assert_same(in_rectangles(values, 3, 77), expected)
+
+
+def with_type(file: Path, old: int, new: int) -> list[str]:
+    """Turn tensors of one type of a GGUF file into another one, whose blocks have the same size. Returns their names."""
+    content = bytearray(file.read_bytes())
+    names = []
+    for name, tensor in gguf_header.read(file).tensors.items():
+        entry = len(name).to_bytes(8, "little") + name.encode()
+        place = content.index(entry) + len(entry) + 4 + 8 * len(tensor.shape)
+        if int.from_bytes(content[place : place + 4], "little") == old:
+            content[place : place + 4] = new.to_bytes(4, "little")
+            names.append(name)
+    file.write_bytes(content)
+    return names
+
+
+def test_a_model_in_a_type_that_is_read_alone_becomes_a_plain_one(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "hf", hidden=256, ffn=512, layers=1)
+    options = {"gguf_type": "q4_0", "tokenizer": "none"}
+    megaconv.convert(source, tmp_path / "out", saver="gguf", options=options)
+    (tmp_path / "out/megaconv.json").unlink()
+    file = tmp_path / "out/model.gguf"
+    iq4_nl = {each.name: number for number, each in gguf_header.TYPES.items()}["iq4_nl"]
+    assert "blk.0.ffn_up.weight" in with_type(file, 2, iq4_nl)
+    tensor = gguf_header.read(file).tensors["blk.0.ffn_up.weight"]
+    assert tensor.dtype == "iq4_nl"
+    megaconv.convert(file, tmp_path / "back", saver="hf", config=source)
+    found = load_tensors(tmp_path / "back/model.safetensors")
+    stored = np.frombuffer(file.read_bytes(), np.uint8)[tensor.offset :][: 512 * 256 // 32 * 18]
+    expected = torch.from_numpy(values_of("iq4_nl", stored.reshape(-1, 18)).reshape(512, 256))
+    assert_same(found["model.layers.0.mlp.up_proj.weight"], expected.bfloat16())
 
 
 @pytest.mark.parametrize("wanted", MIXTURES)
