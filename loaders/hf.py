@@ -39,7 +39,7 @@ from megaconv.model.fields import changed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_STACKED
 from megaconv.options import LoadOptions
-from megaconv.values import fp8
+from megaconv.values import fp8, modelopt_mixed
 from megaconv.values.compressed_tensors import scheme_of
 from megaconv.values.quantized import dequantize
 
@@ -188,6 +188,8 @@ def _details(method: str, settings: Mapping[str, Any], where: str) -> str:
         return fp8.described(settings, where)
     if method == "fbgemm_fp8":
         return "one scale for each row"
+    if method == "modelopt" and modelopt_mixed.is_mixed(settings):
+        return ", ".join(modelopt_mixed.algorithms_of(settings, where))
     if method == "modelopt":
         return str(settings["quant_algo"])
     if method in ("gptq", "awq"):

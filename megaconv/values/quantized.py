@@ -2,11 +2,9 @@
 
     FP8, and FP4 of DeepSeek V4     `fp8.py`
     FBGEMM's FP8 (Llama 3.1 405B)   x.weight [out, in] float8_e4m3fn, x.weight_scale [out, 1] float32: as ModelOpt's by rows
-    NVFP4 (ModelOpt)                x.weight [out, in / 2] uint8, x.weight_scale [out, in / 16] float8_e4m3fn, x.weight_scale_2
-                                    float32: two values a byte, the low four bits first, times (the scale of 16 * weight_scale_2)
     MXFP4 (GPT-OSS)                 x_blocks [..., in / 32, 16] uint8, x_scales [..., in / 32] uint8:
                                     two values a byte, the low four bits first, times 2 ^ (scale - 127)
-    ModelOpt's FP8, INT8, INT4      `modelopt.py`
+    ModelOpt's FP8, INT8, INT4      `modelopt.py`; NVFP4: `modelopt_nvfp4.py`; several in one model: `modelopt_mixed.py`
     compressed-tensors              `compressed_tensors.py`
     GPTQ, AWQ                       `gptq.py`
     bitsandbytes                    `bitsandbytes.py`
@@ -19,19 +17,17 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from formats.tensor import LazyTensor, matrix_shape, reshaped
+from formats.tensor import LazyTensor, reshaped
 from megaconv.errors import TensorMismatch, UnsupportedInput
 from megaconv.families.parts.hf_config import MLX, quant_method, quantization
-from megaconv.values import compressed_tensors, fp8, modelopt
+from megaconv.values import compressed_tensors, fp8, modelopt, modelopt_mixed, modelopt_nvfp4
 from megaconv.values.beside_weights import require_one_form
 from megaconv.values.cast import CastTensor
-from megaconv.values.four_bits import MXFP4_GROUP, NVFP4_GROUP, Mxfp4Tensor, NvFp4Tensor
-from megaconv.values.settings import value_of, weights_of_groups
+from megaconv.values.four_bits import MXFP4_GROUP, Mxfp4Tensor
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _FP8_BY_ROWS = "FP8_PER_CHANNEL_PER_TOKEN"
 """ModelOpt's name of the form that FBGEMM's weights have too."""
-_NVFP4_SCALE, _NVFP4_SCALE_2 = "_scale", "_scale_2"
 
 
 def dequantize(
@@ -66,12 +62,7 @@ def dequantize(
     if method == "fbgemm_fp8":
         return modelopt.dequantize(tensors, modelopt.FORMS[_FP8_BY_ROWS], dtype, where)
     if method == "modelopt":
-        settings = quantization(config)
-        form = modelopt.form_of(settings)
-        if form is not None:
-            return modelopt.dequantize(tensors, form, dtype, where)
-        _require_nvfp4(settings, where)
-        return _from_nvfp4(tensors, dtype, where)
+        return _from_modelopt(tensors, quantization(config), dtype, where)
     # Few models need these modules, and every conversion would wait for them.
     if method == "bitsandbytes":
         from megaconv.values import bitsandbytes
@@ -85,6 +76,18 @@ def dequantize(
     if method == "compressed-tensors":
         return compressed_tensors.dequantize(tensors, quantization(config), dtype, where)
     return _from_mxfp4(tensors, dtype, where) if method == "mxfp4" else dict(tensors)
+
+
+def _from_modelopt(
+    tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], dtype: str, where: str
+) -> dict[str, LazyTensor]:
+    form = modelopt.form_of(settings)
+    if form is not None:
+        return modelopt.dequantize(tensors, form, dtype, where)
+    if modelopt_mixed.is_mixed(settings):
+        return modelopt_mixed.dequantize(tensors, settings, dtype, where)
+    modelopt_nvfp4.require_nvfp4(settings, where)
+    return modelopt_nvfp4.dequantize(tensors, dtype, where)
 
 
 def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
@@ -112,55 +115,4 @@ def _from_mxfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> di
         *outer, groups, _ = shape
         packed = reshaped(tensor, (prod(outer), groups * MXFP4_GROUP // 2))
         found[whole] = Mxfp4Tensor(packed, scales, (*outer, groups * MXFP4_GROUP), dtype)
-    return found
-
-
-def _require_nvfp4(quantization: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedInput for another algorithm of ModelOpt, or for another group size."""
-    algorithm = quantization.get("quant_algo")
-    inside = f"{where}: quantization_config"
-    settings = {inside: quantization}
-    if isinstance(quantization.get("config_groups"), Mapping):
-        settings = weights_of_groups(quantization, inside)
-    sizes = {
-        value_of(each, "group_size", int, path)
-        for path, each in settings.items()
-        if each.get("group_size") is not None
-    } or {NVFP4_GROUP}
-    if algorithm not in ("NVFP4", "W4A16_NVFP4") or sizes != {NVFP4_GROUP}:
-        found = ", ".join(map(str, sizes))
-        raise UnsupportedInput(
-            f"{where}: weights quantized by ModelOpt as {algorithm!r:.40} in groups of {found}; "
-            f"only NVFP4 in groups of {NVFP4_GROUP}, {', '.join(modelopt.FORMS)} are supported"
-        )
-
-
-def _from_nvfp4(tensors: Mapping[str, LazyTensor], dtype: str, where: str) -> dict[str, LazyTensor]:
-    found: dict[str, LazyTensor] = {}
-    of_activations = modelopt.scales_of_activations(tensors, where)
-    for name, tensor in tensors.items():
-        weight = name.removesuffix(_NVFP4_SCALE_2).removesuffix(_NVFP4_SCALE)
-        if name in of_activations or (weight != name and weight in tensors):
-            continue
-        if tensor.dtype != "uint8":
-            found[name] = tensor
-            continue
-        scales, scale = tensors.get(name + _NVFP4_SCALE), tensors.get(name + _NVFP4_SCALE_2)
-        if scales is None or scale is None:
-            missing = name + (_NVFP4_SCALE if scales is None else _NVFP4_SCALE_2)
-            raise TensorMismatch(
-                f"{where}: {name} is packed, and there is no {missing}", code="missing-tensor"
-            )
-        rows, half = matrix_shape(tensor.shape)
-        grid = (rows, 2 * half // NVFP4_GROUP)
-        fits = (
-            tuple(scales.shape) == grid and prod(scale.shape) == 1 and 2 * half % NVFP4_GROUP == 0
-        )
-        if (scales.dtype, scale.dtype) != ("float8_e4m3fn", "float32") or not fits:
-            raise TensorMismatch(
-                f"{where}: {name} is {list(tensor.shape)} uint8 with scales {list(scales.shape)} {scales.dtype} and {list(scale.shape)} "
-                f"{scale.dtype}; expected {list(grid)} float8_e4m3fn and one float32",
-                code="misshapen-tensor",
-            )
-        found[name] = NvFp4Tensor(tensor, scales, scale, (rows, 2 * half), dtype)
     return found
