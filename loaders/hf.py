@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names, names_in_files
 from megaconv.families.parts.llama_vision import LlamaInside, llama_inside
 from megaconv.families.parts.whole_model import split_whole
+from megaconv.huggingface.quantization_files import with_quantization_file
 from megaconv.huggingface.stored_names import (
     is_of_bare_model,
     with_names_of_family,
@@ -68,7 +69,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         require_counted(weights)
     where = str(weights)
     llama = llama_inside(directory / CONFIG_NAME)
-    quantized = _quantized_config(path, directory, config)
+    quantized = _quantized_config(path, directory, config, stored)
     stored = stored if config.own_names else without_wrappers(stored, where)
     found = dequantize(stored, quantized, options.dtype, where)
     left_out: dict[str, int] = {}
@@ -102,16 +103,19 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     return OpenedSource(header, tensors)
 
 
-def _quantized_config(path: Path, directory: Path, config: ModelConfig) -> Mapping[str, Any]:
+def _quantized_config(
+    path: Path, directory: Path, config: ModelConfig, names: Iterable[str]
+) -> Mapping[str, Any]:
     """The config.json that describes the weights' quantization: beside the weights if there is one.
 
-    directory: that of the model's config.json. Empty if the tensors stay as they are stored.
+    directory: that of the model's config.json. names: those of the stored tensors. Empty if the tensors stay as they
+    are stored.
     """
     beside_weights = path if (path / CONFIG_NAME).is_file() else directory
     described = load_config(beside_weights / CONFIG_NAME)
     if config.own_names is not None and config.own_names.stays_quantized:
         return {}
-    return with_modelopt_file(described, path)
+    return with_quantization_file(with_modelopt_file(described, path), path, names)
 
 
 def _language_model(

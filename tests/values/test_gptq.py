@@ -246,6 +246,33 @@ def write(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
+OLDER_FILES = {
+    "gptq": ("quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    "awq": ("quant_config.json", {"w_bit": 4, "q_group_size": GROUP, "version": "GEMM", "zero_point": True}),
+}  # fmt: skip
+"""What AutoGPTQ and AutoAWQ wrote beside a config.json without quantization_config."""
+
+
+@pytest.mark.parametrize("name", OLDER_FILES)
+def test_settings_in_a_file_of_their_own_are_read(name: str, tmp_path: Path) -> None:
+    method = {"gptq": gptq(), "awq": awq()}[name]
+    expected = megaconv.fingerprint(write(tmp_path / "plain", method))
+    older = write(tmp_path / "older", method)
+    config = json.loads((older / "config.json").read_text())
+    del config["quantization_config"]
+    (older / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TensorMismatch, match="qweight"):
+        megaconv.fingerprint(older)
+    file, settings = OLDER_FILES[name]
+    (older / file).write_text(json.dumps(settings))
+    assert megaconv.fingerprint(older) == expected
+    megaconv.convert(older, tmp_path / "out", saver="hf")
+    assert not (tmp_path / "out" / file).exists()
+    (older / file).write_text("[]")
+    with pytest.raises(CorruptCheckpoint, match=file):
+        megaconv.fingerprint(older)
+
+
 def with_biases(path: Path, value: float) -> Path:
     """The model with a bias beside each quantized matrix, as AutoGPTQ stores one for every model."""
     stored = load_file(path / "model.safetensors")
