@@ -34,6 +34,11 @@ class Kind(NamedTuple):
 
 DIRECTORIES = (
     Kind(
+        ("sparse.json",),
+        "is a sparse update for an engine ({name}), which holds only the changed elements; for a patch that megaconv reads, run "
+        "`megaconv delta OLD NEW --save-dir PATCH` without --sparse",
+    ),
+    Kind(
         ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"),
         "is an adapter (PEFT), not a whole model; merge it into its base: `megaconv merge BASE {path} --save-dir OUT` (--loader peft "
         "translates it for Megatron-Bridge)",

@@ -93,6 +93,10 @@ def test_an_error_about_many_checkpoints_below_lists_some_and_counts_the_rest(
             ["is a run that trains an adapter", "megaconv merge BASE RUN", "--adapter RUN"],
         ),
         (
+            touch("sparse.json", "patches.safetensors"),
+            ["is a sparse update for an engine (sparse.json)", "`megaconv delta OLD NEW"],
+        ),
+        (
             touch("config.json", "model-Q4_K_M.gguf"),
             ["model-Q4_K_M.gguf", "Hugging Face directory"],
         ),
