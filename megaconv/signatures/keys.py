@@ -98,7 +98,9 @@ def private_key(path: Path, password: Path | None = None) -> PrivateKey:
         needed = "is encrypted: pass --key-password-file" if secret is None else "is not encrypted"
         raise _unusable(path, needed) from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise _unusable(path, "is not a private key in PEM, or the password is wrong") from error
+        expected = "expected -----BEGIN PRIVATE KEY----- or -----BEGIN EC PRIVATE KEY-----"
+        wrong = "" if secret is None else ", or the password is wrong"
+        raise _unusable(path, f"is not a private key in PEM{wrong}; {expected}") from error
     _of_known_curve(path, key.public_key())
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return PrivateKey(path, key)

@@ -148,6 +148,14 @@ def test_other_keys_are_refused_before_anything_is_written(
     assert not (model / "megaconv.json").exists()
 
 
+def test_a_public_key_in_place_of_the_private_one_is_not_called_a_wrong_password(
+    model: Path, keys: Keys
+) -> None:
+    outcome = run("seal", model, "--key", keys.public)
+    assert_refused(outcome, 2, "is not a private key in PEM", "-----BEGIN EC PRIVATE KEY-----")
+    assert "password" not in outcome.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
