@@ -1,5 +1,6 @@
 """The model's parameters are the family table's: names and shapes of every rank, at every layout."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,12 @@ def test_models_lists_the_reason_of_everything_that_can_not_be_trained(
         assert f"- {name}: {parts}" in listed
     for part in NOT_COMPUTED.values():
         assert f"- a model with {part}" in listed
+    assert main(["--json"]) == 0
+    for_programs = json.loads(capsys.readouterr().out)
+    families = for_programs["families"]
+    assert [each["name"] for each in families if not each["trained"]] == untrained
+    assert for_programs["converted_only"] == CONVERTED_ONLY
+    assert for_programs["not_trained"] == list(NOT_COMPUTED.values())
     for architecture, reason in UNSUPPORTED.items():
         named = [line for line in listed if line.endswith(f": {reason}")]
         assert len(named) == 1

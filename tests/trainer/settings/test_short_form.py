@@ -15,7 +15,7 @@ from megatron_lite.settings.arguments import make_parser, parse
 from megatron_lite.settings.contradictions import check_flags
 from megatron_lite.settings.help_text import short_help
 from megatron_lite.settings.objective_flags import check_objective_flags
-from megatron_lite.settings.recipes import names, recipe_path
+from megatron_lite.settings.recipes import description, names, recipe_path
 from megatron_lite.settings.run_options import model_options, optimizer_options
 from megatron_lite.settings.short_form import ShortForm, positionals
 from megatron_lite.settings.sizes import work_out
@@ -139,6 +139,11 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert recipes.main(["llama3-8b-lora"]) == 0
     assert "lora_rank: 16" in capsys.readouterr().out
     assert recipes.main(["nothing"]) == 2
+    capsys.readouterr()
+    assert recipes.main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {name: description(name) for name in names()}
+    with pytest.raises(UsageError, match="--json is for the list"):
+        recipes.main(["llama3-8b-lora", "--json"])
 
 
 @pytest.mark.parametrize("command", ["pretrain", "finetune"])
