@@ -47,6 +47,11 @@ def fingerprints(page: str) -> set[str]:
     return set(re.findall(r"fingerprint ([0-9a-f]{8})…", "".join(blocks)))
 
 
+def rounding(page: str) -> list[str]:
+    """The lines about rounded weights that the page's console blocks show."""
+    return re.findall(r"^quantized +.+$", (HOW_TO / page).read_text(), re.MULTILINE)
+
+
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return shell_environment(tmp_path_factory.mktemp("programs"))
@@ -86,12 +91,12 @@ def test_every_page_is_run() -> None:
 def test_the_commands_of_a_page_about_converting_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: dict[str, str]
 ) -> None:
-    """Single commands of megaconv run in this process, which saves most of the time; the fingerprints are those shown."""
+    """Single commands of megaconv run in this process, which saves most of the time; the fingerprints and the rounding are those shown."""
     monkeypatch.chdir(tmp_path)
     printed = "".join(run_documented(command, tmp_path, shell, 60) for command in commands(page))
     assert fingerprints(page)
-    for fingerprint in fingerprints(page):
-        assert fingerprint in printed
+    for shown in (*fingerprints(page), *rounding(page)):
+        assert shown in printed
 
 
 def test_the_commands_of_the_page_about_serving_checkpoints_run(
