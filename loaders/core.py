@@ -23,6 +23,7 @@ from megaconv.megatron.arguments.swift import with_config_beside
 from megaconv.megatron.distributed.adapter_settings import OPTION as LORA_ALPHA
 from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
 from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
+from megaconv.megatron.distributed.verl_files import with_config_beside as with_verl_config
 from megaconv.megatron.rank_files import plain_norms
 from megaconv.megatron.rank_files.source import Spellings, open_model, open_ranks
 from megaconv.megatron.states.names import describe_naming, naming_of
@@ -46,6 +47,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         files = open_files(path)
         if is_adapter(files.tensors):
             return open_adapter_source(files.version, files.tensors, options)
+        options = with_verl_config(files.version, options)
         if options.config is not None:
             require_agreement_beside(files.version, options.config)
         source, ckpt_format = open_dist(files, options), files.backend

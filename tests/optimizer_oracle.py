@@ -178,13 +178,7 @@ def take_step(rank: int, checkpoint: Path, target: Path) -> None:
         models = dict(zip(names, wrapped(args, chunks), strict=True))
         optimizer = build_optimizer(args, list(models.values()))
         state = load(version, args, models, optimizer)
-        for part in optimizer.chained_optimizers:
-            for group in part.optimizer.param_groups:
-                for parameter in group["params"]:
-                    parameter.grad = gradient(parameter)
-            part.optimizer.step()
-            if hasattr(part, "_copy_main_params_to_model_params"):
-                part._copy_main_params_to_model_params()
+        update(optimizer)
         save(
             target / version.name / own_file(version, args).relative_to(version),
             state,
@@ -192,6 +186,17 @@ def take_step(rank: int, checkpoint: Path, target: Path) -> None:
             models,
             optimizer,
         )
+
+
+def update(optimizer: Any) -> None:
+    """Take one step, with gradients that the parameters alone determine."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = gradient(parameter)
+        part.optimizer.step()
+        if hasattr(part, "_copy_main_params_to_model_params"):
+            part._copy_main_params_to_model_params()
 
 
 def load(version: Path, args: Namespace, models: dict[str, Any], optimizer: Any) -> dict[str, Any]:

@@ -348,6 +348,7 @@ def usual(llama: Path) -> dict[str, Make]:
         ),
         "checkpoint-500": fixture("deepspeed-zero2-llama-tied-groups-dp2/checkpoint"),
         "global_step_100/actor": fixture("fsdp-verl-dp3"),
+        "verl-run/actor": verl_actor,
         "Skywork-Reward-Llama-3.1-8B": rewarding(llama),
         "my-reward-adapter": write_reward_adapter,
         "global_step_100/critic/dist_ckpt": critic(llama),
@@ -357,6 +358,13 @@ def usual(llama: Path) -> dict[str, Make]:
         "results/checkpoints": lambda target: write_bridge(target, "dist-llama-tp2pp2"),
         "nemo/llama3-8b": lambda target: write_nemo(target, "dist-llama-tp2pp2"),
     }
+
+
+def verl_actor(target: Path) -> None:
+    """The checkpoint of a verl run that saved the model's config.json too."""
+    saved = FIXTURES / "verl-megatron-tp2pp2"
+    shutil.copytree(saved / "actor", target)
+    shutil.copytree(saved / "huggingface", target / "model/huggingface")
 
 
 def patch_of_seed(seed: int, target: Path) -> None:

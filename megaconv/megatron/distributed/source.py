@@ -28,6 +28,12 @@ from megaconv.megatron.distributed.run_config import (
     latest_version,
     nemo_weights,
 )
+from megaconv.megatron.distributed.verl_files import (
+    VERL,
+    refuse_optimizer_alone,
+    run_of,
+    verl_weights,
+)
 from megaconv.megatron.rank_files.source import RankSource
 from megaconv.megatron.states.hybrid_form import is_of_pairs, read_as_gpt, with_gpt_names
 from megaconv.megatron.states.origin import require_iteration
@@ -60,7 +66,12 @@ def _find_version(path: Path) -> Path | None:
     numbered = re.fullmatch(r"iter_\d{7,}|release", path.name) and torch_dist.is_dcp(path)
     if numbered or (path / torch_dist.FORMAT_FILE).is_file():
         return path
-    return rank_files.find_version(path) or nemo_weights(path) or latest_version(path)
+    return (
+        rank_files.find_version(path)
+        or nemo_weights(path)
+        or verl_weights(path)
+        or latest_version(path)
+    )
 
 
 class DistFiles(NamedTuple):
@@ -78,8 +89,8 @@ def open_files(path: Path) -> DistFiles:
     found = find_dist(path)
     if found is None:
         raise UnknownFormat(f"{path}: holds no distributed Megatron checkpoint")
-    directory = _open(*found)
-    return DistFiles(*found, directory, directory.tensors())
+    refuse_optimizer_alone(found[0])
+    return _files_of(*found)
 
 
 def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
@@ -87,7 +98,11 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     version, _, directory, tensors = files
     state = dict(_common(version, directory))
     args, writer = state.get("args"), ""
-    if not isinstance(args, Namespace):
+    verl_run = run_of(version)
+    if verl_run is not None and options.config is not None:
+        args, writer = verl_run.args(), VERL
+        state |= verl_run.state()
+    elif not isinstance(args, Namespace):
         described = describe(version, complete=options.config is None)
         args, writer = described.args, described.writer
         state.setdefault("iteration", state.get("global_step"))  # NeMo uses Lightning's global_step
@@ -117,11 +132,30 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
         )
         state.pop("optimizer", None)
         stored = False
-    flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
-    optimizer = (
-        DistOptimizer(str(version), directory, tensors, state, args, flattened) if stored else None
-    )
+    optimizer = None
+    if verl_run is not None and verl_run.optimizer is not None:
+        optimizer = _optimizer_beside(verl_run.optimizer, args)
+    elif stored:
+        optimizer = _optimizer_of(files, args, state)
     return RankSource(listing, ranks, args, optimizer, writer)
+
+
+def _optimizer_beside(version: Path, args: Namespace) -> DistOptimizer:
+    """The optimizer in a directory of its own."""
+    files = _files_of(version, "torch_dist")
+    return _optimizer_of(files, args, _common(version, files.directory))
+
+
+def _optimizer_of(files: DistFiles, args: Namespace, state: Mapping[str, Any]) -> DistOptimizer:
+    """The optimizer in an opened directory. args: the run's, with its layout. state: everything that isn't sharded."""
+    version, _, directory, tensors = files
+    flattened = getattr(getattr(directory, "metadata", None), "flattened", {})
+    return DistOptimizer(str(version), directory, tensors, state, args, flattened)
+
+
+def _files_of(version: Path, backend: str) -> DistFiles:
+    directory = _open(version, backend)
+    return DistFiles(version, backend, directory, directory.tensors())
 
 
 def _open(version: Path, backend: str) -> Directory:
