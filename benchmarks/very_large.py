@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from formats.output import FileLayout
 from formats.safetensors import SafetensorsLayout, index_json, shard
 from formats.tensor import byte_count
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.families import family_of_hf
 from megaconv.input import find_input
 from megaconv.model.ir import Header

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.lineage import places_in
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.engine.record import find_record
 from megaconv.errors import UnknownFamily, UsageError
 from megaconv.input import Input, find_input

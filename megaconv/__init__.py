@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megaconv._version import __version__
     from megaconv.api import (
         apply,
+        average,
         clean,
         convert,
         delta,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = [
     "__version__",
     "apply",
+    "average",
     "clean",
     "convert",
     "delta",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.commands.inspected import Inspection
 from megaconv.commands.units import readable
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.extras import require_torch
 from megaconv.input import find_input
 from megaconv.model.config import ModelConfig

@@ -15,10 +15,11 @@ from megaconv.api.reading import (
     state_dict,
     verify,
 )
-from megaconv.api.writing import apply, clean, convert, delta, merge, push, seal
+from megaconv.api.writing import apply, average, clean, convert, delta, merge, push, seal
 
 __all__ = [
     "apply",
+    "average",
     "clean",
     "convert",
     "delta",

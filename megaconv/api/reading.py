@@ -14,8 +14,8 @@ from megaconv.commands.scanning import Scan
 from megaconv.commands.verification import Verification
 from megaconv.engine import conversion
 from megaconv.engine.fingerprints import Fingerprint
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.errors import UsageError
 from megaconv.extras import require_torch
 from megaconv.input import find_input

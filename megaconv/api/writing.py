@@ -16,7 +16,7 @@ from megaconv.engine.report import Report
 from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, SealOptions, require_workers
 from megaconv.options.option import built
-from megaconv.options.values import adapter_choices
+from megaconv.options.values import adapter_choices, divided, model_shares
 from megaconv.patches import applying
 from megaconv.patches.between import make_between
 from megaconv.patches.making import PatchReport
@@ -66,6 +66,7 @@ def convert(
     use_distributed_optimizer: bool | None = None,
     allow_lossy: Sequence[str] = (),
     adapters: Sequence[str | Path] = (),
+    average: Sequence[str | Path] = (),
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
@@ -87,6 +88,7 @@ def convert(
     Sizes in bytes are numbers, or text with a unit.
 
     adapters: LoRA adapters to merge into the weights, each as `DIR` or `DIR:WEIGHT`.
+    average: models to average with the source, each as `MODEL` or `MODEL:SHARE`. The source has what they leave of 1.
     check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
     dry_run: write nothing, and report what would be written.
     optimizer: whether to convert the optimizer state; None: convert it if both sides can hold it.
@@ -171,6 +173,42 @@ def merge(
     return _convert(
         base, save_dir, saver, replace(asked, adapters=adapter_choices(words)), dry_run, progress
     )
+
+
+@checked
+def average(
+    models: Sequence[str | Path],
+    save_dir: str | Path,
+    *,
+    saver: str = "hf",
+    loader: str | None = None,
+    config: str | Path | None = None,
+    cache: bool = False,
+    dtype: str | None = None,
+    quantize: str | None = None,
+    kv_cache: str | None = None,
+    calibration: str | Path | None = None,
+    dry_run: bool = False,
+    verify: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    take_over: bool = False,
+    yes_replace_objects: bool = False,
+    spool: str | Path | None = None,
+    max_spool: int | str = "16GiB",
+    max_memory: int | str = "256MiB",
+    workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Average the weights of several checkpoints of one model, each as `MODEL` or `MODEL:SHARE`.
+
+    Short for `convert(models[0], save_dir, average=models[1:])`; call `convert` to shard the result as well. Shares add up
+    to 1; without them all are equal. The settings and the tokenizer are those of the first model.
+    Raises megaconv.errors.CheckpointError.
+    """
+    asked = built(ConvertOptions, "average", locals())
+    first, others = divided(model_shares(models))
+    return _convert(first, save_dir, saver, replace(asked, averaged=others), dry_run, progress)
 
 
 @checked

@@ -14,7 +14,7 @@ from formats.tensor import ITEMSIZE, LazyTensor
 from megaconv import registry
 from megaconv.commands.comparable import require_same_names, require_weights
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.source_check import SourceCheck, check_source
 from megaconv.errors import UsageError
 from megaconv.families import has_text_only

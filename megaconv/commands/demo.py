@@ -15,8 +15,8 @@ from formats.staged_file import write_error
 from megaconv.commands.comparison import diff_sources
 from megaconv.commands.inspection import inspect
 from megaconv.engine.conversion import convert, fingerprint
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.errors import ModelsDiffer, TargetExists
 from megaconv.families.llama import FAMILY
 from megaconv.input import find_input

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from formats import rank_files
 from megaconv.commands.inspected import Inspection
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.record import find_record
 from megaconv.engine.source_check import differing
 from megaconv.errors import CheckpointError

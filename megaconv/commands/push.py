@@ -22,7 +22,7 @@ from megaconv.commands.model_card import CARD, describe, published_record
 from megaconv.commands.recorded import require_recorded
 from megaconv.engine.completeness import TOKENIZER, has_tokenizer
 from megaconv.engine.conversion import convert
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.record import RECORD_NAME, find_record
 from megaconv.engine.report import Report
 from megaconv.errors import ModelsDiffer, UsageError

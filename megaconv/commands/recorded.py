@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from megaconv.engine.fingerprints import fingerprint_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME
 from megaconv.engine.source_check import check_source
 from megaconv.input import Input

@@ -20,8 +20,8 @@ from formats.renames import sync_directory
 from megaconv.commands.model_card import published_record
 from megaconv.commands.verification import verify
 from megaconv.engine.fingerprints import fingerprint_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.engine.record import (
     RECORD_NAME,
     digest,

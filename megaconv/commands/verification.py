@@ -8,8 +8,8 @@ from typing import Any
 from formats.opened import OpenedFiles
 from megaconv.commands.signed import check_seal, has_signature
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.engine.record import RECORD_NAME, Record, find_record, has_record
 from megaconv.engine.source_check import as_stored, changed_descriptions
 from megaconv.errors import CheckpointError, CorruptCheckpoint, ModelsDiffer

@@ -17,11 +17,12 @@ from megaconv import registry
 from megaconv.engine.fingerprints import Fingerprint, combine, fingerprint_source
 from megaconv.engine.gathered import entries_left_to, gather_digests
 from megaconv.engine.lineage import patched_places, source_name
+from megaconv.engine.opening import open_source
 from megaconv.engine.output_check import verify_fingerprint
 from megaconv.engine.outputs import output_at, parts_of
 from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
-from megaconv.engine.preparation import open_source, prepare, workers_of
+from megaconv.engine.preparation import prepare, workers_of
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.report import Report
@@ -108,6 +109,7 @@ def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -
         options.load.config,
         options.save.base,
         *(Path(each.place) for each in options.adapters),
+        *(Path(each.place) for each in options.averaged),
         *patched_places(options.all_extra()),
     )
     refuse_loss(save_dir, place, others, RECORD_NAME, overwrite=options.overwrite)

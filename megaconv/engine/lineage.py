@@ -130,6 +130,8 @@ def _further(options: ConvertOptions, extra: Mapping[str, str | None]) -> Iterat
     """(role, place) of the checkpoints that options name, beside the input and adapters."""
     if options.save.base is not None:
         yield "original", str(options.save.base)
+    for each in options.averaged:
+        yield "averaged", each.place
     base = extra.get(_BASE)
     if base:
         yield "base", base

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.engine.reading_back import as_streamed
 from megaconv.engine.report import Report
 from megaconv.errors import ModelsDiffer

@@ -1,16 +1,15 @@
 """Prepares a conversion: its report before the first byte is written, and its opened source."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from formats.file_limit import raise_file_limit
-from formats.rank_files import is_version
 from formats.stores.addresses import is_store
-from formats.tensor import ITEMSIZE, LazyTensor
+from formats.tensor import ITEMSIZE
 from megaconv import registry
 from megaconv.engine.adapted import adapted
+from megaconv.engine.averaging import averaged, notice_of_average
 from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
 from megaconv.engine.completeness import missing_parts, tokens_without_rows
@@ -18,22 +17,18 @@ from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import combine
 from megaconv.engine.lineage import lineage_of, source_name
+from megaconv.engine.opening import description_of, open_source
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
 from megaconv.engine.record import record_json
 from megaconv.engine.refusals import refuse_options, refuse_source
 from megaconv.engine.report import Report
 from megaconv.engine.sidecars import (
-    SIDECAR_DIRECTORY,
     code_left_out,
     modules_left_out,
 )
 from megaconv.engine.source_check import SourceCheck, check_source
-from megaconv.engine.stream import as_lazy
-from megaconv.engine.without_retrieval import without_retrieval
 from megaconv.errors import UnknownFamily, UsageError
-from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.hub import nothing_at
 from megaconv.input import Input
 from megaconv.loader import Loader
 from megaconv.model.ir import Header, Key, Source
@@ -52,50 +47,6 @@ if TYPE_CHECKING:
     from megaconv.values.stored_forms import StoredSource
 
 
-def open_source(found: Input, options: LoadOptions | None = None) -> Source:
-    """The source of an input. Raises CheckpointError."""
-    raise_file_limit()
-    loader, options = found.loader, options or LoadOptions()
-    options = replace(options, config=description_of(options.config))
-    if options.text_only and not loader.has_text_only:
-        raise UsageError(
-            f"--text-only: {found.place}: --loader {loader.name} reads language models alone; leave it out"
-        )
-    registry.share_options(options.extra, {f"loader {loader.name}": loader})
-    source = loader.open(found.place, options)
-    _require_heads(source.header, found, options.num_attention_heads)
-    opened = LazySource(source)
-    return without_retrieval(opened) if options.drop_retrieval else opened
-
-
-def _require_heads(header: Header, found: Input, heads: int | None) -> None:
-    """Raises UsageError if --num-attention-heads contradicts the model."""
-    actual = header.config.attention.heads
-    if heads not in (None, actual):
-        raise UsageError(
-            f"--num-attention-heads {heads}: {found.given} has {actual} attention heads; leave it out"
-        )
-
-
-def description_of(config: Path | None) -> Path | None:
-    """The directory of the config.json that --config means. For a Megatron run or an iteration it is the run's `hf/`.
-
-    Raises UsageError if there is none.
-    """
-    if config is None:
-        return None
-    if not config.exists():
-        raise UsageError(f"--config {nothing_at(config)}", code="no-such-input")
-    of_run = config.parent if is_version(config.name) else config
-    for directory in (config, of_run / SIDECAR_DIRECTORY):
-        if (directory / CONFIG_NAME).is_file():
-            return directory
-    raise UsageError(
-        f"--config {config}: has no {CONFIG_NAME}, nor a {SIDECAR_DIRECTORY}/ with one; expected a model's Hugging Face directory "
-        "or a Megatron run"
-    )
-
-
 def open_input(
     found: Input, saver: Saver, options: ConvertOptions
 ) -> tuple[Source, Mapping[str, str]]:
@@ -109,28 +60,15 @@ def open_input(
     read, written = registry.share_options(options.all_extra(), takers)
     try:
         refuse_sizes(saver, found.place, load, options.save)
-        return open_source(found, replace(load, extra=read)), written
+        load = replace(load, extra=read)
+        source = open_source(found, load)
+        return averaged(source, found, load, options) if options.averaged else source, written
     except UnknownFamily as error:
         if saver.keeps_names or not found.loader.keeps_names:
             raise
         raise UnknownFamily(
             f"{error}. --saver hf or dcp copies it under its own names", code=error.code
         ) from error
-
-
-@dataclass(frozen=True)
-class LazySource:
-    """A source whose tensors are all lazy. A plugin may supply plain arrays; this wraps them."""
-
-    source: Source
-
-    @property
-    def header(self) -> Header:
-        return self.source.header
-
-    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
-        for key, tensor in self.source.tensors():
-            yield key, as_lazy(tensor)
 
 
 def prepare(
@@ -156,15 +94,19 @@ def prepare(
     altered = streamed.altered | opened.header.read_otherwise
     check = _checked(found, opened, header, altered, options)
     plan = saver.plan(header, save)
-    plan = replace(plan, notices=(*_notices(header, reason), *plan.notices))
+    plan = replace(plan, notices=(*_notices(header, reason, found, options), *plan.notices))
     require_complete(plan, header.manifest)
     target = str(save_dir) if is_store(str(save_dir)) else Path(save_dir)
     report = _report(found, target, saver, options, streamed, plan, check)
     return streamed.source, report
 
 
-def _notices(header: Header, reason: str | None) -> Iterator[str]:
+def _notices(
+    header: Header, reason: str | None, found: Input, options: ConvertOptions
+) -> Iterator[str]:
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
+    if options.averaged:
+        yield notice_of_average(found.given, options.averaged)
     unknown = header.config.own_names
     if unknown is not None:
         yield f"tensors keep their names and shapes: {unknown.why}"
@@ -345,15 +287,15 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
             f"--optimizer: {what} can't hold optimizer state; leave it out to convert the weights alone",
             code="no-optimizer",
         )
-    if options.optimizer and options.adapters:
+    if options.optimizer and options.computes_weights:
         raise UsageError(
-            "--optimizer: the optimizer state would not match the merged weights; leave out --optimizer or --adapter"
+            "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter and --average"
         )
     is_wanted = (
         can_hold
         and options.optimizer is not False
         and not options.save.release
-        and not options.adapters
+        and not options.computes_weights
     )
     dtype = None if options.dtype is None else dtype_name(options.dtype)
     if dtype == "float16":

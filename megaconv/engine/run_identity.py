@@ -28,6 +28,7 @@ def run_identity(
     """
     lossy = sorted(options.save.allow_lossy)
     adapters = [f"{each.place}:{each.weight}" for each in options.adapters]
+    averaged = [f"{each.place}:{each.share}" for each in options.averaged]
     extra = [f"{key}={value}" for key, value in sorted(options.all_extra().items())]
     return {
         "megaconv": __version__,
@@ -35,6 +36,7 @@ def run_identity(
         "--dtype": str(options.dtype),
         "--allow-lossy": ", ".join(lossy) or "none",
         "--adapter": ", ".join(adapters) or "none",
+        "--average": ", ".join(averaged) or "none",
         "--option": ", ".join(extra) or "none",
         "the source's revision": _digest(revision),
         **source_files(opened),
@@ -45,7 +47,14 @@ def source_digest(options: ConvertOptions, opened: OpenedFiles, revision: list[s
     """A digest of the source's files, and of the options that decide what is read from them. Equal on all ranks."""
     # Without --allow-lossy, some tensors would be errors instead of being converted.
     lossy = sorted(options.save.allow_lossy)
-    asked = [options.dtype, lossy, options.adapters, options.all_extra(), revision]
+    asked = [
+        options.dtype,
+        lossy,
+        options.adapters,
+        options.averaged,
+        options.all_extra(),
+        revision,
+    ]
     return _digest(asked, opened.listing())
 
 

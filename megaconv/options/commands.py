@@ -1,7 +1,7 @@
 """Names of commands, for the options that several of them have."""
 
 CONVERT = ("convert", "apply")
-CONVERSIONS = ("convert", "merge", "apply")
+CONVERSIONS = ("convert", "merge", "average", "apply")
 """Commands that write a checkpoint."""
 WRITERS = (*CONVERSIONS, "delta")
 """Commands that write a checkpoint or a patch."""

@@ -10,7 +10,13 @@ from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRIT
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
 from megaconv.options.shared import OWN_OPTIONS
-from megaconv.options.values import AdapterChoice, adapter_choices, byte_size
+from megaconv.options.values import (
+    AdapterChoice,
+    ModelShare,
+    adapter_choices,
+    byte_size,
+    model_shares,
+)
 from megaconv.options.writing import SaveOptions
 
 
@@ -53,6 +59,17 @@ class ConvertOptions:
         help="A LoRA adapter (a directory of peft's, or a Hub id) to merge into the weights; may be repeated.",
     )
     """Adapters to merge into the weights, in this order."""
+    averaged: tuple[ModelShare, ...] = option(
+        (),
+        "--average",
+        heading=INPUT_AND_OUTPUT,
+        commands=("convert",),
+        words=list[str] | None,
+        read=model_shares,
+        metavar="MODEL[:SHARE]",
+        help="Another model, of any format, to average with the input; may be repeated. Without SHARE, all have the same share.",
+    )
+    """Models to average with the input. Those that have shares leave the rest of 1 to the input."""
     extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
     """The loader's and the saver's own options (`--option`). Each gets the options that it knows."""
     verify: bool = option(
@@ -134,6 +151,11 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         normalize(self)
+
+    @property
+    def computes_weights(self) -> bool:
+        """True if the output has other weights than the input, which no optimizer state goes with."""
+        return bool(self.adapters or self.averaged)
 
     def all_extra(self) -> dict[str, str]:
         """All options of `--option`, in whichever field they were given."""

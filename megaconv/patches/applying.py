@@ -8,7 +8,8 @@ from pathlib import Path
 from megaconv import registry
 from megaconv.commands.same_format import as_stored
 from megaconv.engine.fingerprints import fingerprint_source
-from megaconv.engine.preparation import open_source, workers_of
+from megaconv.engine.opening import open_source
+from megaconv.engine.preparation import workers_of
 from megaconv.errors import UsageError
 from megaconv.input import Input, find_input
 from megaconv.model.ir import Header

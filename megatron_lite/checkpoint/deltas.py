@@ -16,8 +16,8 @@ from pathlib import Path
 
 from formats import rank_files
 from formats.staging import Staging
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.input import find_input
 from megaconv.model.ir import Source
 from megaconv.options import LoadOptions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from formats.tensor import LazyTensor, matrix_shape
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import has_weights

@@ -8,7 +8,7 @@ import torch
 
 from formats.tensor import LazyTensor
 from megaconv.commands.forward_pass import ForwardPass, ForwardRequest, Report
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import UsageError
 from megaconv.families import has_text_only
 from megaconv.hub import resolve

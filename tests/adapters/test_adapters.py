@@ -16,7 +16,7 @@ import megaconv
 from formats.tensor import Box, matrix_shape, read_tensor
 from megaconv.adapters.low_rank import product, row_norms
 from megaconv.adapters.merging import merge
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.input import find_input
 from megaconv.options import AdapterChoice
 from tests.conftest import FIXTURES

@@ -21,6 +21,7 @@ from tests.runs import assert_refused, finish, on_a_terminal, run, snapshot, sta
 COMMANDS = (
     "convert",
     "merge",
+    "average",
     "delta",
     "apply",
     "push",

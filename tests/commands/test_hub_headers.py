@@ -183,7 +183,7 @@ def test_an_empty_file_is_what_it_is_on_the_disk(hub: Hub, deep: Path) -> None:
 
 _READ_AFTER_ALL = f"""
 from formats.tensor import read_tensor
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.input import find_input
 from megaconv.options import LoadOptions
 options = LoadOptions(metadata_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.very_large import Model, make_hugging_face, make_megatron
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.input import find_input
 from tests.runs import run
 

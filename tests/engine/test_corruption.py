@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaconv.engine.fingerprints import fingerprint_source
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import CheckpointError
 from megaconv.input import find_input
 from tests.models import write_llama

@@ -12,8 +12,9 @@ from formats.output import FileLayout, Record
 from formats.tensor import Box
 from megaconv import registry
 from megaconv.engine.coverage import multiplicity, require_complete
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import OutputPlan, Placement
-from megaconv.engine.preparation import open_source, prepare
+from megaconv.engine.preparation import prepare
 from megaconv.errors import CheckpointError
 from megaconv.input import find_input
 from megaconv.model.ir import Key, TensorInfo

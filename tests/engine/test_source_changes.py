@@ -146,13 +146,13 @@ def test_files_that_a_source_opens_late_are_watched_for_changes(
     """A loader of another package may open files this late."""
     later = model.parent / "later"
     later.write_text("content")
-    tensors = megaconv.engine.preparation.LazySource.tensors
+    tensors = megaconv.engine.opening.LazySource.tensors
 
     def opening(self: Any) -> Iterator[Any]:
         regular_size(later)
         yield from tensors(self)
 
-    monkeypatch.setattr("megaconv.engine.preparation.LazySource.tensors", opening)
+    monkeypatch.setattr("megaconv.engine.opening.LazySource.tensors", opening)
     meanwhile(lambda: replace(later))
     with pytest.raises(CorruptCheckpoint, match=f"{later}: was replaced"):
         convert(model, model.parent / "out", "core", ConvertOptions())

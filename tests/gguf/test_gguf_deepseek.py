@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.engine.fingerprints import fingerprint_source
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.input import find_input
 from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions

@@ -17,7 +17,7 @@ import megaconv
 from formats import gguf_header
 from formats.errors import CorruptCheckpoint
 from megaconv.engine.fingerprints import fingerprint_source
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import UsageError
 from megaconv.gguf.config import config_of
 from megaconv.input import find_input

@@ -12,7 +12,7 @@ import torch
 
 import megaconv
 from formats.lazy_numpy import Floats
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.gguf.llama3_scaling import published_scaling
 from megaconv.input import find_input
 from megaconv.model.meaning import config_differences

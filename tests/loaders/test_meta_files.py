@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megaconv.engine.conversion import convert, fingerprint
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import CheckpointError
 from megaconv.families.parts.meta_params import (
     ffn_width,

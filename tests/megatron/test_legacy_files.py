@@ -14,7 +14,7 @@ from loaders import core as core_loader
 from loaders import legacy as legacy_loader
 from megaconv.checkpoint import open_checkpoint
 from megaconv.engine.conversion import convert, fingerprint
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import (
     CorruptCheckpoint,
     LayoutError,

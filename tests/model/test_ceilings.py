@@ -14,7 +14,7 @@ import torch
 
 import megaconv
 from formats import torch_zip
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import CheckpointError, CorruptCheckpoint, LayoutError
 from megaconv.families import families, read_config
 from megaconv.input import find_input

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import megaconv
 from megaconv import registry
-from megaconv.engine.preparation import open_source
+from megaconv.engine.opening import open_source
 from megaconv.errors import NotExpressible
 from megaconv.families import families, read_config
 from megaconv.families.parts.hf_config import CONFIG_NAME

@@ -19,6 +19,7 @@ __all__ = ["app", "load", "main"]
 COMMANDS = (
     "convert",
     "merge",
+    "average",
     "delta",
     "apply",
     "push",

@@ -14,8 +14,8 @@ from megaconv.commands.progress import Progress
 from megaconv.commands.survey import Survey
 from megaconv.commands.units import readable
 from megaconv.commands.views import layout, megatron_args, report, stats, tensors, tree
+from megaconv.engine.opening import open_source
 from megaconv.engine.plan import default_workers
-from megaconv.engine.preparation import open_source
 from megaconv.engine.statistics import Statistics, all_statistics
 from megaconv.errors import UsageError
 from megaconv.hub import Place

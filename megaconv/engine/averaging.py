@@ -1,0 +1,145 @@
+"""A source whose weights are the average of several models', for --average. The models may have different formats and layouts."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from formats.tensor import ITEMSIZE, LazyTensor
+from megaconv.engine.opening import open_source
+from megaconv.errors import TensorMismatch, UnsupportedInput, UsageError
+from megaconv.input import Input, find_input
+from megaconv.model.check import same_names
+from megaconv.model.fields import NOT_COMPUTED
+from megaconv.model.ir import Header, Key, Source, main_dtype
+from megaconv.model.meaning import config_differences
+from megaconv.options import ConvertOptions, LoadOptions
+from megaconv.options.values import ModelShare
+from megaconv.values.averaged import AveragedTensor
+from megaconv.values.cast import CastSource, dtype_name
+from megaconv.values.shifted import PlainSource
+
+_log = logging.getLogger("megaconv")
+
+
+@dataclass(frozen=True)
+class AveragedSource:
+    """The weights of several models, each times its share. Everything but the weights is the first model's."""
+
+    sources: Sequence[Source]
+    shares: Sequence[float]
+    """One for each source. They add up to 1."""
+    overflow: bool = False
+    """True to accept weights that become infinite."""
+
+    @property
+    def header(self) -> Header:
+        header = self.sources[0].header
+        return replace(header, read_otherwise=frozenset(header.manifest))
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        others = [dict(source.tensors()) for source in self.sources[1:]]
+        for key, tensor in self.sources[0].tensors():
+            rest = tuple(found[key] for found in others)
+            yield key, AveragedTensor(tensor, rest, self.shares, str(key), self.overflow)
+
+
+def averaged(
+    source: Source, found: Input, load: LoadOptions, options: ConvertOptions
+) -> AveragedSource:
+    """Open the models of --average, and average them with the opened input.
+
+    load: the options that the input was opened with. Raises TensorMismatch for models of different tensors,
+    UnsupportedInput for adapters and for quantized weights that aren't read, UsageError.
+    """
+    shares = shares_of(options.averaged)
+    opened = [source]
+    _require_weights(found.given, source.header)
+    for each in options.averaged:
+        other = _open(each.place, load, options)
+        _require_weights(each.place, other.header)
+        _require_alike(found.given, source.header, each.place, other.header)
+        _tell_of_settings(found.given, source.header, each.place, other.header)
+        opened.append(other)
+    if any(each.header.shifts != source.header.shifts for each in opened):
+        opened = [PlainSource(each, exact=False) for each in opened]
+    overflow = "overflow" in options.save.allow_lossy
+    return AveragedSource(_widened(opened, options), shares, overflow)
+
+
+def _open(place: str, load: LoadOptions, options: ConvertOptions) -> Source:
+    """One of the other models. Raises CheckpointError."""
+    found = find_input(place, options.loader, load)
+    if options.resume and isinstance(found.place, str):
+        raise UsageError(f"--resume: can't detect whether {place} has changed since; leave it out")
+    known = {key: value for key, value in load.extra.items() if key in found.loader.options}
+    return open_source(found, replace(load, extra=known))
+
+
+def _widened(sources: Sequence[Source], options: ConvertOptions) -> Sequence[Source]:
+    """The sources in the dtype of --dtype if it is wider than the first one's, so that the average isn't rounded twice."""
+    if options.dtype is None:
+        return sources
+    dtype = dtype_name(options.dtype)
+    if ITEMSIZE[dtype] <= ITEMSIZE[main_dtype(sources[0].header.manifest)]:
+        return sources
+    return [CastSource(source, dtype) for source in sources]
+
+
+def shares_of(choices: Sequence[ModelShare]) -> tuple[float, ...]:
+    """The share of the input, then those of the other models. Without any, all models have the same share.
+
+    Raises UsageError if some of the others have a share and some don't.
+    """
+    given = [each.share for each in choices if each.share is not None]
+    if not given:
+        return (1 / (len(choices) + 1),) * (len(choices) + 1)
+    if len(given) < len(choices):
+        without = next(each.place for each in choices if each.share is None)
+        raise UsageError(
+            f"--average {without}: has no share; give one to each of the models, or to none"
+        )
+    return (1 - sum(given), *given)
+
+
+def notice_of_average(given: str, choices: Sequence[ModelShare]) -> str:
+    """A line for people: the models that are averaged, and their shares."""
+    places = (given, *(each.place for each in choices))
+    shares = zip(places, shares_of(choices), strict=True)
+    return f"average of {', '.join(f'{place} ({share:.4g})' for place, share in shares)}"
+
+
+def _require_weights(place: str, header: Header) -> None:
+    """Raise UnsupportedInput for a source that has no weights to average."""
+    if header.adapter is not None:
+        raise UnsupportedInput(
+            f"{place}: is an adapter; whole models are averaged. Merge it first: megaconv merge BASE {place} --save-dir OUT"
+        )
+    unknown = header.config.own_names
+    if unknown is not None and unknown.stays_quantized:
+        raise UnsupportedInput(f"{place}: can't be averaged; {unknown.reason}")
+
+
+def _require_alike(given: str, ours: Header, place: str, theirs: Header) -> None:
+    """Raise TensorMismatch unless two models have the same names and shapes."""
+    same_names(list(map(str, ours.manifest)), list(map(str, theirs.manifest)), f"--average {place}")
+    for key, info in ours.manifest.items():
+        shape = theirs.manifest[key].shape
+        if shape != info.shape:
+            raise TensorMismatch(
+                f"--average {place}: {key} has the shape {list(shape)}, and {given} has {list(info.shape)}; only models of the same "
+                "shapes can be averaged"
+            )
+
+
+def _tell_of_settings(given: str, ours: Header, place: str, theirs: Header) -> None:
+    """Warn of each setting in which a model differs from the first one, whose settings the output has."""
+    for name, kept, other in config_differences(ours.config, theirs.config):
+        if name not in NOT_COMPUTED:
+            _log.warning(
+                "%s says %s = %s, %s says %s; the output has the former",
+                given,
+                name,
+                kept,
+                place,
+                other,
+            )
