@@ -213,6 +213,7 @@ OTHERS = (
     "axk1",
     "beam",
     "dbrx",
+    "diffllama",
     "flint",
     "gpt_bigcode",
     "gpt_neox_japanese",

@@ -981,6 +981,10 @@ BEYOND_MEGATRON = {
          "rope everywhere": two_ropes(rope_of(700.0), rope_of(700.0)), "no rope": two_ropes(None, None),
          "windows elsewhere": windows(LAYERS - 1)},
     ),
+    "diffllama": Variant(
+        "diffllama", {"head_dim": 12, "num_key_value_heads": 4, "rms_norm_eps": 1e-3, "attention_bias": True},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "fewer key/value heads": {"num_key_value_heads": 2}, "activation": {"hidden_act": "gelu"}},
+    ),
     "kolibri1": Variant(
         "kolibri1",
         {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": 12, "sliding_window": WINDOW,

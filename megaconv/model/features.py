@@ -59,6 +59,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "block_indexer": lambda config: any(each.indexed for each in config.layers),
     "head_gate": lambda config: config.attention.head_gate,
     "gate_bias": lambda config: config.attention.output_gate and config.attention.gate_bias,
+    "differential": lambda config: config.attention.differential,
     "depth_residuals": lambda config: config.residual_by_depth,
     "softplus_gate": lambda config: (
         (config.attention.output_gate or config.attention.head_gate)

@@ -71,6 +71,7 @@ STRUCTURE = (
         "attention.output_gate",
         "attention.head_gate",
         "attention.gate_bias",
+        "attention.differential",
         "attention.sinks_in_windows",
         "attention.v_dim",
         "attention.growing",

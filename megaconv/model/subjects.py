@@ -108,6 +108,9 @@ class Attention:
     """True if a stored number for each head is added to the projection that output_gate describes."""
     gate_activation: str = "sigmoid"
     """The function of such a projection: `sigmoid` or `softplus`."""
+    differential: bool = False
+    """True if key/value heads and their queries work in pairs (DiffLlama): each head of a pair weights the values of both, the
+    second result is subtracted from the first by a learned weight, and the difference is normalized."""
     clip: float | None = None
     """The limit of the elements of q, k and v in both directions, before norms and rope; None: no limit."""
     v_dim: int | None = None

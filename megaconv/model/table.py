@@ -21,6 +21,7 @@ from megaconv.model.rows import STAGES, Copied, Row, Spelling
 from megaconv.model.spellings.as_vector import AsVector
 from megaconv.model.spellings.fused import Fused
 from megaconv.model.spellings.halves import Halves
+from megaconv.model.spellings.head_pairs import HeadPairs
 from megaconv.model.spellings.last_rows_apart import LastRowsApart
 from megaconv.model.spellings.other_axis import OtherAxis
 from megaconv.model.spellings.per_head import PerHead
@@ -39,6 +40,7 @@ __all__ = [
     "Fused",
     "FusedPairs",
     "Halves",
+    "HeadPairs",
     "LastRowsApart",
     "OtherAxis",
     "PerHead",

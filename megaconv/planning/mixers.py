@@ -55,7 +55,8 @@ def _hidden(config: ModelConfig) -> int:
 def _of_scores(config: ModelConfig, tokens: int) -> float:
     """Return the operations of scores and weighted sums: 12 h s. They are not halved for the mask."""
     attention = config.attention
-    return 6.0 * attention.heads * (attention.head_dim + attention.value_dim) * tokens
+    passes = 2 if attention.differential else 1
+    return 6.0 * passes * attention.heads * (attention.head_dim + attention.value_dim) * tokens
 
 
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
@@ -63,7 +64,8 @@ def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
 
     A norm of queries keeps them a second time, because they are not contiguous in the fused product. A gate is kept as
     its projection and as the factor that it gives, and the output is kept before and after it. Shared keys and values are
-    those of another layer.
+    those of another layer. Heads in pairs keep the values of first and of second heads, an output for each, both outputs
+    joined, and their difference.
     """
     attention = in_layer(config, kind).attention
     q, k = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
@@ -78,6 +80,8 @@ def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
         return plain + 2 * output + output
     if attention.head_gate:
         return plain + 2 * attention.heads + output
+    if attention.differential:
+        return plain + 2 * v + 5 * output
     return plain
 
 

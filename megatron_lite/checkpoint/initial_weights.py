@@ -2,6 +2,7 @@
 
     matrices                       N(0, std); onto the residual stream N(0, std / sqrt(n)), n = 2 layers
     layers of one part             n = layers: a hybrid's layer is a mixer or an MLP, with one such matrix
+    lambdas of DiffLlama           N(0, 0.1)
     numbers of xIELU               alpha_p, alpha_n: softplus of them is 0.8 and 0.3; beta 0.5, eps -1e-6
     norms, D, stored factors       1, or 0 where a norm multiplies with its weight + 1; biases 0
     A_log                          the logarithm of U(1, 16)
@@ -9,7 +10,8 @@
                                    of delta nets: 1
     short convolutions             U(-1 / sqrt(width), 1 / sqrt(width)), also their biases
 
-Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, torch's Conv1d, and transformers' XIELUActivation.
+Source: mamba_mixer.py and gated_delta_net.py of megatron-core 0.16.1, torch's Conv1d, transformers' XIELUActivation and
+DiffLlamaConfig.
 """
 
 import math
@@ -41,6 +43,7 @@ _ONTO_RESIDUAL = re.compile(r"\.(o|down|out)\.weight$")
 _TIME_STEPS = 0.001, 0.1
 _LEAST_TIME_STEP = 1e-4
 _DECAYS = 1.0, 16.0
+_LAMBDA_STD = 0.1
 _XIELU = {
     "alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3)), "beta": 0.5, "eps": -1e-6,
 }  # fmt: skip
@@ -85,6 +88,8 @@ def _distribution(name: str, shape: Shape, config: ModelConfig, std: float) -> D
         return _log_of_decays
     if name.endswith(".dt_bias"):
         return _inverse_of_time_steps
+    if ".attn.lambda_" in name:
+        return normal(_LAMBDA_STD)
     if _CONVOLUTION.search(name):
         return uniform(1 / math.sqrt(shape[-1]))
     if _CONVOLUTION_BIAS.search(name):

@@ -19,7 +19,8 @@ from megatron_lite.settings.options import ModelOptions
 
 TRAINED = (
     "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_moe2", "bamba", "beam", "biogpt", "bitnet", "bloom", "codegen", "cohere",
-    "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1",
+    "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+    "diffllama", "dots1",
     "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "flex_olmo", "flint", "gemma", "gemma2",
     "gemma3_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
     "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gpt_oss",
@@ -136,6 +137,7 @@ def check_trained(
         )
     _check_further_tokens(config)
     _check_latent_experts(config)
+    _check_pairs(config, layout)
     if config.experts.count:
         _check_experts(config, layout, options, sequence=sequence)
     sizes = rank_sizes(config, layout)
@@ -168,6 +170,16 @@ def _check_further_tokens(config: ModelConfig) -> None:
         raise NotExpressible(
             "a hybrid with Mamba layers has at most one layer that predicts further tokens, and that one has experts "
             f"({HYBRID_MTP}): set --mtp-num-layers 1 beside other layers with experts, or leave it out"
+        )
+
+
+def _check_pairs(config: ModelConfig, layout: Layout) -> None:
+    """Raise LayoutError if tensor ranks would share a pair of heads."""
+    pairs = config.attention.kv_heads // 2
+    if config.has("differential") and pairs % layout.tp:
+        raise LayoutError(
+            f"the model has {pairs} pairs of key/value heads, which can't be divided over tensor parallel size (tp) = {layout.tp}; "
+            f"choose a size that divides {pairs}"
         )
 
 

@@ -31,6 +31,7 @@ from megaconv.model.table import (
     Fused,
     FusedPairs,
     Halves,
+    HeadPairs,
     LastRowsApart,
     OtherAxis,
     PerHead,
@@ -247,6 +248,7 @@ WAYS: Mapping[str, Way] = {
     "rotary pairs": Way(RotaryPairs("{q|k|v}", rotating=(0, 1))),
     "fused rotary pairs": Way(FusedPairs("qkv", groups="kv_heads", rotating=(0, 1)), ranks=(1, 2)),
     "halves": Way(Halves("{q|k|v}")),
+    "head pairs": Way(HeadPairs("{q|k|v}"), ranks=(1,)),
     "halves of experts": Way(Halves("{e}.{gate|up}"), **EXPERTS),
     "second half first": Way(SecondHalfFirst("join"), "join", ("hidden 2*hidden",)),
     "per head": Way(PerHead("q"), **HEADS),
@@ -425,6 +427,13 @@ def test_rotary_pairs_interleave_the_halves_of_a_head() -> None:
 def test_halves_are_the_even_rows_and_the_odd_rows() -> None:
     _, made, canonical = only("halves")
     assert np.array_equal(made, np.concatenate([canonical["q"][::2], canonical["q"][1::2]]))
+
+
+def test_pairs_of_heads_are_all_first_heads_and_all_second_heads() -> None:
+    sizes, row = SIZES | {"heads": 8, "kv_heads": 4}, row_of(WAYS["head pairs"])
+    q = next(natives(row, Rank(Layout(), sizes, sizes, 0, 0, 0)))
+    places = [(region.box.row0, region.row) for region in q.parts["q"]]
+    assert places == [(0, 0), (8, 16), (16, 8), (24, 24)]
 
 
 def test_the_second_half_of_the_columns_comes_first() -> None:

@@ -26,7 +26,7 @@ _BY_REASON: Mapping[str, str] = {
     """,
     "only for the initialization, and a width that mamba_num_heads gives": """
         embedding_fraction embedding_initializer_range expand final_w_init_variance_scale init_device init_std
-        initializer_cutoff_factor initializer_factor initializer_range learnable_sink_init linear_a_log_max
+        initializer_cutoff_factor initializer_factor initializer_range lambda_std_dev learnable_sink_init linear_a_log_max
         linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min rescale_prenorm_residual time_step_floor
         time_step_init_scheme time_step_max time_step_min time_step_rank time_step_scale w_init_variance_scale
     """,

@@ -25,7 +25,7 @@ OF_THE_TRAINER = (
     *("layers_differ", "shared_kv", "keys_as_values", "v_norm", "layer_scale"),
     *("expert_norms", "layer_inputs", "window_sinks", "value_width", "value_scale"),
     *("two_rotations", "parts_left_out", "xielu", "head_gate", "softplus_gate", "kda_layers"),
-    *("limits", "side_by_side", "gate_bias", "depth_residuals"),
+    *("limits", "side_by_side", "gate_bias", "depth_residuals", "differential"),
     *("skipped_norm", "head_projection"),
 )
 """Features that no software of Megatron loads from a checkpoint. The trainer's checkpoints have them in a config.json."""

@@ -146,8 +146,18 @@ class SelfAttention(nn.Module):
 
     def _attended(self, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, run: Pass) -> Tensor:
         """Return the projected attention. gate: of the output, of each head or of each element; or None."""
+        mixed = self._mixed(q, k, v, run)
+        if gate is not None and self.gate is not None:
+            moved = gate if self.gate_bias is None else gate + self.gate_bias[:, None]
+            mixed = mixed * self.gate(moved)
+        mixed = mixed if self.inner_norm is None else self.inner_norm(mixed)
+        projected: Tensor = self.linear_proj(mixed.flatten(2))
+        return projected
+
+    def _mixed(self, q: Tensor, k: Tensor, v: Tensor, run: Pass) -> Tensor:
+        """Return the weighted sums of values [sequence, batch, heads, width of values]."""
         sinks = None if self.core_attention is None else self.core_attention.softmax_offset
-        mixed = attended(
+        return attended(
             q,
             k,
             v,
@@ -160,12 +170,6 @@ class SelfAttention(nn.Module):
             sinks=sinks,
             rules=self._rules(k, run),
         )
-        if gate is not None and self.gate is not None:
-            moved = gate if self.gate_bias is None else gate + self.gate_bias[:, None]
-            mixed = mixed * self.gate(moved)
-        mixed = mixed if self.inner_norm is None else self.inner_norm(mixed)
-        projected: Tensor = self.linear_proj(mixed.flatten(2))
-        return projected
 
     def _rules(self, k: Tensor, run: Pass) -> Rules | None:
         """Return the rules of scores. A sequence within one chunk needs no rule of chunks."""

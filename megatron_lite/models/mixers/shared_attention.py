@@ -5,6 +5,7 @@ from torch import Tensor
 from megaconv.planning.carried import sources
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.carried import KeysAndValues
+from megatron_lite.models.mixers.differential_attention import DifferentialAttention
 from megatron_lite.models.mixers.self_attention import SelfAttention
 from megatron_lite.models.passes import Pass
 
@@ -34,6 +35,8 @@ class QueriesAlone(SelfAttention):
 
 def attention(plan: Plan, layer: int) -> SelfAttention:
     """Return the attention of a layer."""
+    if plan.config.attention.differential:
+        return DifferentialAttention(plan, layer)
     if plan.kind(layer).shares_kv:
         return QueriesAlone(plan, layer)
     is_kept = layer in sources(plan.config).values()

@@ -70,6 +70,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     ),
     "gpt2": ("gpt2", {}),
+    "diffllama": ("diffllama", {"head_dim": 12, "num_key_value_heads": 4}),
     "openai_gpt": (
         "openai-gpt",
         {

@@ -29,6 +29,7 @@ MODELS = (
     "biogpt",
     "apertus, biases",
     "beam",
+    "diffllama",
     "dbrx",
     "modernbert_decoder",
     "openai_gpt",

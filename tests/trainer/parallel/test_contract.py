@@ -273,6 +273,8 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 1), (2, 4, 1)]
 def config_of(family: str, *, tied: bool) -> ModelConfig:
     model = FEATURES[family]
     kv_heads = model.attention.kv_heads if model.has("mla") else 2
+    if model.has("differential"):
+        kv_heads = 4  # two tensor ranks have a pair each
     if family in WITH_ALL_KV_HEADS:
         kv_heads = model.attention.heads
     return changed(model, {"tie_embeddings": tied, "attention.kv_heads": kv_heads})

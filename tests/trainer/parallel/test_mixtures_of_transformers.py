@@ -165,6 +165,7 @@ def test_such_a_family_computes_the_same_at_other_layouts(
         ("gemma4_text, experts", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         (OF_LAYER_INPUTS, Layout(1, 2, stage_layers=(3, 1))),
         ("mimo_v2_flash", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
+        ("diffllama", Layout(2, 2, stage_layers=(1, 3))),
         ("nemotron_nas", Layout(2, 2, stage_layers=(1, 3))),
         ("laguna", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
         ("step3p5", Layout(2, 1, 1, 2, stage_layers=(LAYERS,))),
