@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from formats.wording import counted
 from megaconv.errors import UsageError
-from megaconv.terminal import reason_of
 from megatron_lite.checkpoint.state import Progress
+from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.data.finetuning.dataset import (
     FinetuneDataset,
     PairDataset,
@@ -47,16 +46,6 @@ def read_examples_of(
         valid = read_examples(data.valid_finetune_data, tokenizer, options, "--valid-finetune-data")
     train = read_examples(data.finetune_data, tokenizer, options)
     return ExampleData(train, valid, pairs, pairs_for if pairs else pieces_for)
-
-
-def read_template(path: str | None) -> str | None:
-    """Return the text of --chat-template. Raises UsageError."""
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--chat-template {path}: can't be read: {reason_of(error)}") from error
 
 
 @dataclass(frozen=True)

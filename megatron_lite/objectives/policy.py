@@ -10,6 +10,7 @@ from megaconv.model.ir import WEIGHT
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.batches import Batch
+from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.prompts import stop_ids
@@ -17,7 +18,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.lora.attached import without_adapters
 from megatron_lite.objectives.dropout import without_dropout
-from megatron_lite.objectives.examples import read_template
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.policy_loss import ADVANTAGES, Policy, PolicyLoss

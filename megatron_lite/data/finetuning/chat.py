@@ -12,9 +12,11 @@ refused. GPT-OSS' template rewrites them too; its answers are found by their spe
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaconv.errors import UsageError
+from megaconv.terminal import reason_of
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.finetuning.harmony_turns import harmony_spans
@@ -36,6 +38,16 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     learned: list[bool]
+
+
+def read_template(path: str | None) -> str | None:
+    """Return the text of --chat-template. Raises UsageError."""
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--chat-template {path}: can't be read: {reason_of(error)}") from error
 
 
 class ChatTemplate:

@@ -16,6 +16,7 @@ from megaconv.model.ir import OpenedSource
 from megaconv.options.values import adapter_choices
 from megaconv.terminal import show
 from megaconv.values.calibration import AWQ_SCALE, INPUT_AMAX, calibration_bytes
+from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.inference.calibration.awq import scales, search_of
 from megatron_lite.inference.calibration.recording import (
     CachedAmax,
@@ -66,9 +67,7 @@ def _calibrate(
 ) -> None:
     _refuse_states(opened)
     length = min(given.seq_length, opened.length)
-    samples = all_or_none(
-        lambda: _checked(read_samples(given.data, opened.tokenizer, given.samples, length), opened)
-    )
+    samples = all_or_none(lambda: _samples(given, opened, length))
     batches = _batches(samples, given.slots)
     found = list(matrices(opened.engine))
     measured = _measure(opened, found, batches, awq=given.awq)
@@ -96,6 +95,13 @@ def _refuse_states(opened: OpenedEngine) -> None:
         raise NotExpressible(
             f"{opened.config.family}: layers that keep states can't be calibrated; convert with a --quantize that needs no calibration"
         )
+
+
+def _samples(given: argparse.Namespace, opened: OpenedEngine, length: int) -> list[Sample]:
+    """The samples of --data. Raises UsageError, CorruptCheckpoint."""
+    template = read_template(given.chat_template)
+    found = read_samples(given.data, opened.tokenizer, given.samples, length, template)
+    return _checked(found, opened)
 
 
 def _checked(samples: list[Sample], opened: OpenedEngine) -> list[Sample]:

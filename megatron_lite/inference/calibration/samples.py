@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
-from megatron_lite.data.finetuning.examples import read_examples
+from megatron_lite.data.finetuning.examples import ReadingOptions, read_examples
 from megatron_lite.data.indexed import IndexedDataset, idx_path
 from megatron_lite.data.tokenizer import Tokenizer
 
@@ -17,10 +17,11 @@ Sample = NDArray[np.int64]
 
 
 def read_samples(
-    words: Sequence[str], tokenizer: Tokenizer, most: int, length: int
+    words: Sequence[str], tokenizer: Tokenizer, most: int, length: int, template: str | None = None
 ) -> list[Sample]:
     """Return at most `most` samples of at most `length` tokens, in the order of the data.
 
+    template: the chat template in place of the tokenizer's own.
     A document or chat gives its beginning. If all of them are fewer than `most`, documents give their next parts too.
     Raises UsageError for numbers below 1, CorruptCheckpoint for data without a sample.
     """
@@ -31,15 +32,20 @@ def read_samples(
         raise UsageError(
             "--data takes chats or indexed datasets, not both; calibrate with one kind"
         )
-    found = _of_datasets(indexed, length) if indexed else _of_chats(words, tokenizer, length)
+    found = (
+        _of_datasets(indexed, length) if indexed else _of_chats(words, tokenizer, length, template)
+    )
     samples = list(islice(found, most))
     if not samples:
         raise CorruptCheckpoint(f"{', '.join(words)}: has no document of 2 tokens or more")
     return samples
 
 
-def _of_chats(words: Sequence[str], tokenizer: Tokenizer, length: int) -> Iterator[Sample]:
-    examples = read_examples(words, tokenizer, flag="--data")
+def _of_chats(
+    words: Sequence[str], tokenizer: Tokenizer, length: int, template: str | None
+) -> Iterator[Sample]:
+    options = ReadingOptions(chat_template=template)
+    examples = read_examples(words, tokenizer, options, flag="--data")
     for first, last in zip(examples.bounds[:-1], examples.bounds[1:], strict=True):
         if last - first > 1:
             yield examples.tokens[first : min(last, first + length)].astype(np.int64)

@@ -38,6 +38,12 @@ def parser() -> Parser:
         help="chats or texts as `finetune` reads them, or the prefix of an indexed dataset",
     )
     add(
+        "--chat-template",
+        type=local_word,
+        metavar="FILE",
+        help="chat template for chats (the tokenizer's own)",
+    )
+    add(
         "--output",
         required=True,
         type=local_word,

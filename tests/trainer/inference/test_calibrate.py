@@ -184,17 +184,39 @@ def test_the_chosen_factors_lose_no_more_than_any_others() -> None:
     torch.testing.assert_close(scale, awq_scale(weight, [x]))
 
 
+def write_chat(path: Path) -> Path:
+    """Write a conversation, and return its file."""
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
 def test_chats_are_calibrated_with_their_template(tmp_path: Path) -> None:
     save(tmp_path / "model")
-    record = {
-        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    }
-    (tmp_path / "chats.jsonl").write_text(json.dumps(record) + "\n")
+    write_chat(tmp_path / "chats.jsonl")
     output = tmp_path / "amax.safetensors"
     assert run(*words(tmp_path / "model", tmp_path / "chats.jsonl", output)) == 0
     with safe_open(output, "pt") as file:
         assert file.metadata()["samples"] == "1"
         assert int(file.metadata()["tokens"]) > 4
+
+
+def test_a_model_without_a_template_takes_one_from_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, output = tmp_path / "model", tmp_path / "amax.safetensors"
+    save(model)
+    chats = write_chat(tmp_path / "chats.jsonl")
+    assert run(*words(model, chats, tmp_path / "own.safetensors")) == 0
+    template = (model / "chat_template.jinja").rename(tmp_path / "template.jinja")
+    assert run(*words(model, chats, output)) == 2
+    assert (
+        "the tokenizer has no chat template; give one: --chat-template FILE"
+        in capfd.readouterr().err
+    )
+    assert run(*words(model, chats, output, "--chat-template", template)) == 0
+    assert "without effect" not in capfd.readouterr().err
+    assert output.read_bytes() == (tmp_path / "own.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from megaconv.errors import UsageError
 from megatron_lite.commands.command_line import run
 from megatron_lite.data import preprocess
+from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.inference.commands import generate
-from megatron_lite.objectives.examples import read_template
 from megatron_lite.retrieval.commands import embed
 from megatron_lite.settings.arguments import parse
 
