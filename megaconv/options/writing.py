@@ -205,6 +205,7 @@ class SaveOptions:
     allow_lossy: tuple[str, ...] = option(
         (),
         "--allow-lossy",
+        commands=CONVERSIONS,
         metavar="NAME",
         heading=VALUES,
         words=list[str] | None,

@@ -16,6 +16,7 @@ from formats.tensor import (
 )
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.model.assembled import window
+from megaconv.model.ir import shift_of
 from megaconv.values import rounding
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -40,6 +41,11 @@ class AveragedTensor(ComputedTensor):
     """The tensor's name for messages."""
     overflow: bool = False
     """True to accept infinite numbers."""
+
+    @property
+    def shift(self) -> int:
+        """The number that all of the tensors have added to their values; shares of 1 together keep it."""
+        return shift_of(self.source)
 
     def announce(self, part: Part) -> None:
         """Have the bytes of a part of all tensors fetched ahead."""

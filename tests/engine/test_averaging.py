@@ -236,3 +236,49 @@ def test_a_model_without_a_family_is_averaged_under_its_own_names(tmp_path: Path
     outcome = run("average", tmp_path / "model0", tmp_path / "model1", "--save-dir", tmp_path / "o")
     assert outcome.status == 0, outcome.err
     assert torch.equal(weights(tmp_path / "o")["some.weight"], torch.full((4, 6), 0.5))
+
+
+@pytest.fixture(scope="module")
+def delta_nets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two Qwen3-Next: of Hugging Face, and the same in Transformer Engine's form, whose output norms are stored minus 1."""
+    place = tmp_path_factory.mktemp("delta-nets")
+    source = FIXTURES / "hybrid-qwen3-next-tp2" / "hf"
+    for number in range(2):
+        out = place / f"hf{number}"
+        out.mkdir()
+        (out / "config.json").write_bytes((source / "config.json").read_bytes())
+        generator = torch.Generator().manual_seed(number)
+        tensors = {
+            name: torch.randint(40, 80, tensor.shape, generator=generator) / 64
+            for name, tensor in weights(source).items()
+        }
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+        form = ["--saver", "core", "--transformer-impl", "transformer_engine"]
+        assert run("convert", out, place / f"core{number}", *form).status == 0
+    return [place / "hf0", place / "hf1", place / "core0", place / "core1"]
+
+
+@pytest.mark.parametrize(
+    "pair", [(2, 3), (0, 3), (3, 0)], ids=["both shifted", "one shifted", "the first shifted"]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_norms_that_are_stored_minus_1_are_averaged_as_they_multiply(
+    dtype: str, pair: tuple[int, int], delta_nets: list[Path], tmp_path: Path
+) -> None:
+    left, right = (delta_nets[number] for number in pair)
+    plain = [delta_nets[number % 2] for number in pair]
+    options = ["--dtype", dtype]
+    outcome = run("average", left, right, "--save-dir", tmp_path / "out", *options)
+    assert outcome.status == 0, outcome.err
+    assert run("average", *plain, "--save-dir", tmp_path / "plain", *options).status == 0
+    assert megaconv.diff(tmp_path / "out", tmp_path / "plain").same
+
+
+def test_an_average_keeps_the_stored_form_of_its_norms(
+    delta_nets: list[Path], tmp_path: Path
+) -> None:
+    _, _, left, right = delta_nets
+    words = ["convert", left, tmp_path / "core", "--average", right, "--saver", "core"]
+    assert run(*words, "--transformer-impl", "transformer_engine").status == 0
+    assert run("average", left, right, "--save-dir", tmp_path / "hf").status == 0
+    assert megaconv.diff(tmp_path / "core", tmp_path / "hf").same
