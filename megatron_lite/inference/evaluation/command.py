@@ -83,19 +83,14 @@ def _zeroshot(opened: Opened, given: argparse.Namespace, path: Path) -> dict[str
         return dict(
             zeroshot.lambada(opened.model, opened.tokenizer, path, strict=given.strict_lambada)
         )
-    length = given.seq_length or opened.model.length
+    length = _window_length(opened, given)
     return dict(
         zeroshot.wikitext(opened.model, opened.tokenizer, path, length, given.overlapping_eval)
     )
 
 
 def _corpus(opened: Opened, given: argparse.Namespace) -> dict[str, Any]:
-    length = given.seq_length or opened.model.length
-    positions = opened.config.positions
-    if positions.kind == "learned" and length > opened.config.max_positions:
-        raise UsageError(
-            f"--seq-length {length}: the model has only {opened.config.max_positions} positions"
-        )
+    length = _window_length(opened, given)
     reader = Reader(given.json_key, given.skip_bad_lines, _warn, key_flag="--json-key")
     entries = corpus.entries_of(given.sources, reader, opened.tokenizer)
     if given.webtext_eval:
@@ -105,11 +100,28 @@ def _corpus(opened: Opened, given: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _window_length(opened: Opened, given: argparse.Namespace) -> int:
+    """The tokens of a window. Warns of a length for which the model wasn't made. Raises UsageError."""
+    length: int = opened.model.length if given.seq_length is None else given.seq_length
+    corpus.require_window(length)
+    kind, most = opened.config.positions.kind, opened.config.max_positions
+    if kind == "learned" and length > most:
+        raise UsageError(
+            f"--seq-length {length}: the model has only {most} positions; take {most} or less"
+        )
+    if kind == "rope" and length > most:
+        show(
+            f"megatron-lite: warning: windows of {length} tokens exceed the model's {most} positions: "
+            "the positions beyond are extrapolated",
+            sys.stderr,
+        )
+    return length
+
+
 def _random_windows(
     opened: Opened, given: argparse.Namespace, entries: Iterable[corpus.Entry], length: int
 ) -> dict[str, Any]:
     eod = corpus.end_of_document(opened.tokenizer)
-    corpus.require_window(length)
     count = (given.eval_iters or BATCHES) * opened.model.slots
     return sampled_perplexity(opened.model, entries, eod, length, count)
 

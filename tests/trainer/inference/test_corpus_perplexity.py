@@ -172,6 +172,43 @@ def test_a_corpus_without_tokens_to_predict_is_refused(tmp_path: Path) -> None:
         measured(model, [str(tmp_path / "bad.jsonl")], 9)
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("measure", ["--corpus", "--task WIKITEXT103 --valid-data"])
+@pytest.mark.parametrize(
+    ("model_type", "length", "status", "message"),
+    [
+        ("gpt2", 97, 2, "error: --seq-length 97: the model has only 96 positions; take 96 or less"),
+        ("gpt2", 96, 0, ""),
+        ("llama", 97, 0, "warning: windows of 97 tokens exceed the model's 96 positions"),
+        ("llama", 96, 0, ""),
+        ("llama", 0, 2, "error: --seq-length 0 must be 1 or more"),
+    ],
+)
+def test_windows_longer_than_the_model_are_refused_or_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    measure: str,
+    model_type: str,
+    length: int,
+    status: int,
+    message: str,
+) -> None:
+    """A table of positions ends. Rope goes on, with angles that no training has seen."""
+    monkeypatch.setattr(launch, "leave", sys.exit)
+    save(tmp_path / "model", model_type, max_position_embeddings=96)
+    text = write(tmp_path / "wiki.jsonl", ["one two three " * 20])
+    words = f"evaluate {tmp_path}/model {measure} {text} --seq-length {length}"
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert int(end.value.code or 0) == status
+    said = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("megatron-lite")
+    ]
+    assert len(said) == bool(message)
+    assert message in "".join(said)
+
+
 @pytest.mark.slow
 @pytest.mark.oracle
 def test_two_data_parallel_ranks_measure_what_one_does(
