@@ -6,6 +6,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.options.option import entry_of
+from megaconv.options.values import byte_size, size_text
 from megaconv.options.writing import SaveOptions
 
 _FOR_ALL = ("allow_lossy", "extra", "given")
@@ -34,10 +35,13 @@ def refuse_unused(saver: str, used: Collection[str], options: SaveOptions) -> No
             )
 
 
-def _spelled(each: "Field[Any]", value: object) -> str:
+def _spelled(each: "Field[Any]", value: Any) -> str:
     """A chosen field as the user gave it, such as `--dist-files 4`."""
     if each.name == "split":
         return "a layer split"
     entry = entry_of(each)
     name = f"--{each.name.replace('_', '-')}" if entry is None else entry.name
-    return name if isinstance(value, bool) else f"{name} {value}"
+    if isinstance(value, bool):
+        return name
+    is_size = entry is not None and entry.read is byte_size
+    return f"{name} {size_text(value) if is_size else value}"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from numbers import Integral, Real
-from operator import index
+from operator import index, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +138,14 @@ def byte_size(text: str | int, option: str = "") -> int:
             "write a number with a unit, such as 256MiB or 5GB"
         )
     return size
+
+
+def size_text(size: int) -> str:
+    """A size as a user writes it, the inverse of `byte_size`: 5GB for 5,000,000,000."""
+    for unit, number in sorted(_UNITS.items(), key=itemgetter(1), reverse=True):
+        if unit and size % number == 0:
+            return f"{size // number}{unit.replace('I', 'i')}B"
+    return str(size)
 
 
 def numbers(text: str | Iterable[int]) -> tuple[int, ...]:
