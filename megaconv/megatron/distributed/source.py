@@ -136,7 +136,7 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     if verl_run is not None and verl_run.optimizer is not None:
         optimizer = _optimizer_beside(verl_run.optimizer, args)
     elif stored:
-        optimizer = _optimizer_of(files, args, state)
+        optimizer = _optimizer_of(files._replace(tensors=tensors), args, state)
     return RankSource(listing, ranks, args, optimizer, writer)
 
 
