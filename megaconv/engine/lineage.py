@@ -204,8 +204,9 @@ def described_input(
 def _record_of(place: Path) -> Record | None:
     try:
         return find_record(place)
-    except CheckpointError:
-        return None  # whoever reads the input reports it
+    except CheckpointError as error:
+        _require_read(error)
+        return None  # whoever reads the input reports a damaged record
 
 
 def _of_record(record: Record, notices: list[str]) -> dict[str, Any]:
@@ -259,8 +260,15 @@ def _seal_of(place: Path, notices: list[str]) -> str | None:
     try:
         return read_bundle(path).statement().root
     except CheckpointError as error:
+        _require_read(error)
         notices.append(f"the seal is not carried on: {error}")
         return None
+
+
+def _require_read(error: CheckpointError) -> None:
+    """Raise the error again if the system could not read the file. The file may be whole, and another run would read it."""
+    if isinstance(error.__cause__, OSError):
+        raise error
 
 
 def public_name(given: str) -> str:

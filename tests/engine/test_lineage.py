@@ -1,5 +1,6 @@
 """Provenance: an output says of which inputs it was made, by which version and with which options, and nothing secret."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import megaconv
 from megaconv.engine.lineage import public_name
 from megaconv.engine.record import with_provenance
+from megaconv.errors import CorruptCheckpoint
 from megaconv.signatures.bundle import read_bundle
 from tests.conftest import FIXTURES
 from tests.models import write_llama
@@ -46,6 +48,22 @@ def test_a_chain_of_conversions_carries_the_seal_of_its_first_input(
         {"as": "input", "name": "model", "fingerprint": weights, "seal": seal}
     ]
     assert str(tmp_path) not in json.dumps(last)
+
+
+def test_an_input_whose_record_cannot_be_read_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An output without the fingerprint of its input would look like one of an input without a record."""
+    megaconv.seal(model)
+
+    def fail(place: Path) -> None:
+        cause = OSError(errno.EIO, "Input/output error")
+        raise CorruptCheckpoint(f"{place}/megaconv.json: can't be read") from cause
+
+    monkeypatch.setattr("megaconv.engine.lineage.find_record", fail)
+    with pytest.raises(CorruptCheckpoint, match=r"megaconv\.json: can't be read"):
+        megaconv.convert(model, tmp_path / "ckpt", saver="core")
+    assert not (tmp_path / "ckpt").exists()
 
 
 def test_a_patch_and_what_it_makes_name_both_checkpoints(model: Path, tmp_path: Path) -> None:

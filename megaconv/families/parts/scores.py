@@ -27,10 +27,10 @@ from megaconv.model.table import Row
 SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
 
 _BOTH = """
-    arcee:Arcee axk1:AXK1 axk2:AXK2 deepseek_v3:DeepseekV3 exaone4:Exaone4 gemma:Gemma gemma2:Gemma2 glm:Glm glm4:Glm4
-    gpt_oss:GptOss helium:Helium llama:Llama minimax:MiniMax ministral:Ministral ministral3:Ministral3 mistral:Mistral
-    mistral4:Mistral4 mixtral:Mixtral nemotron:Nemotron persimmon:Persimmon phi:Phi phi3:Phi3 qwen2:Qwen2
-    qwen2_moe:Qwen2Moe qwen3:Qwen3 qwen3_moe:Qwen3Moe qwen3_next:Qwen3Next seed_oss:SeedOss smollm3:SmolLM3
+    arcee:Arcee axk1:AXK1 axk2:AXK2 deepseek_v3:DeepseekV3 diffllama:DiffLlama exaone4:Exaone4 gemma:Gemma gemma2:Gemma2
+    glm:Glm glm4:Glm4 gpt_oss:GptOss helium:Helium llama:Llama minimax:MiniMax ministral:Ministral ministral3:Ministral3
+    mistral:Mistral mistral4:Mistral4 mixtral:Mixtral nemotron:Nemotron persimmon:Persimmon phi:Phi phi3:Phi3
+    qwen2:Qwen2 qwen2_moe:Qwen2Moe qwen3:Qwen3 qwen3_moe:Qwen3Moe qwen3_next:Qwen3Next seed_oss:SeedOss smollm3:SmolLM3
     stablelm:StableLm starcoder2:Starcoder2
 """
 _SEQUENCE = """
