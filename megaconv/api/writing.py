@@ -15,8 +15,9 @@ from megaconv.engine import conversion
 from megaconv.engine.report import Report
 from megaconv.errors import UsageError
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions, SealOptions, require_workers
+from megaconv.options.model_shares import divided, model_shares
 from megaconv.options.option import built
-from megaconv.options.values import adapter_choices, divided, model_shares
+from megaconv.options.values import adapter_choices
 from megaconv.patches import applying
 from megaconv.patches.between import make_between
 from megaconv.patches.making import PatchReport

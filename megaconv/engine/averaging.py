@@ -4,18 +4,18 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from formats.tensor import ITEMSIZE, LazyTensor
+from formats.tensor import LazyTensor
 from megaconv.engine.opening import open_source
 from megaconv.errors import TensorMismatch, UnsupportedInput, UsageError
 from megaconv.input import Input, find_input
 from megaconv.model.check import same_names
 from megaconv.model.fields import NOT_COMPUTED
-from megaconv.model.ir import Header, Key, Source, main_dtype
+from megaconv.model.ir import Header, Key, Source
 from megaconv.model.meaning import config_differences
 from megaconv.options import ConvertOptions, LoadOptions
-from megaconv.options.values import ModelShare
+from megaconv.options.model_shares import ModelShare, shares_of
 from megaconv.values.averaged import AveragedTensor
-from megaconv.values.cast import CastSource, dtype_name
+from megaconv.values.cast import CastSource
 from megaconv.values.shifted import PlainSource
 
 _log = logging.getLogger("megaconv")
@@ -52,7 +52,7 @@ def averaged(
     UnsupportedInput for adapters and for quantized weights that aren't read, UsageError.
     """
     shares = shares_of(options.averaged)
-    opened = [source]
+    opened: list[Source] = [source]
     _require_weights(found.given, source.header)
     for each in options.averaged:
         other = _open(each.place, load, options)
@@ -60,10 +60,12 @@ def averaged(
         _require_alike(found.given, source.header, each.place, other.header)
         _tell_of_settings(found.given, source.header, each.place, other.header)
         opened.append(other)
+    if options.dtype is not None:
+        # The conversion casts the average to this dtype. Rounded to the models' dtype first, it would be rounded twice.
+        opened = [CastSource(each, "float32") for each in opened]
     if any(each.header.shifts != source.header.shifts for each in opened):
         opened = [PlainSource(each, exact=False) for each in opened]
-    overflow = "overflow" in options.save.allow_lossy
-    return AveragedSource(_widened(opened, options), shares, overflow)
+    return AveragedSource(opened, shares, "overflow" in options.save.allow_lossy)
 
 
 def _open(place: str, load: LoadOptions, options: ConvertOptions) -> Source:
@@ -73,32 +75,6 @@ def _open(place: str, load: LoadOptions, options: ConvertOptions) -> Source:
         raise UsageError(f"--resume: can't detect whether {place} has changed since; leave it out")
     known = {key: value for key, value in load.extra.items() if key in found.loader.options}
     return open_source(found, replace(load, extra=known))
-
-
-def _widened(sources: Sequence[Source], options: ConvertOptions) -> Sequence[Source]:
-    """The sources in the dtype of --dtype if it is wider than the first one's, so that the average isn't rounded twice."""
-    if options.dtype is None:
-        return sources
-    dtype = dtype_name(options.dtype)
-    if ITEMSIZE[dtype] <= ITEMSIZE[main_dtype(sources[0].header.manifest)]:
-        return sources
-    return [CastSource(source, dtype) for source in sources]
-
-
-def shares_of(choices: Sequence[ModelShare]) -> tuple[float, ...]:
-    """The share of the input, then those of the other models. Without any, all models have the same share.
-
-    Raises UsageError if some of the others have a share and some don't.
-    """
-    given = [each.share for each in choices if each.share is not None]
-    if not given:
-        return (1 / (len(choices) + 1),) * (len(choices) + 1)
-    if len(given) < len(choices):
-        without = next(each.place for each in choices if each.share is None)
-        raise UsageError(
-            f"--average {without}: has no share; give one to each of the models, or to none"
-        )
-    return (1 - sum(given), *given)
 
 
 def notice_of_average(given: str, choices: Sequence[ModelShare]) -> str:

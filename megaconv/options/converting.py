@@ -7,16 +7,11 @@ from pathlib import Path
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
 from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRITERS
+from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
 from megaconv.options.shared import OWN_OPTIONS
-from megaconv.options.values import (
-    AdapterChoice,
-    ModelShare,
-    adapter_choices,
-    byte_size,
-    model_shares,
-)
+from megaconv.options.values import AdapterChoice, adapter_choices, byte_size
 from megaconv.options.writing import SaveOptions
 
 

@@ -4,7 +4,7 @@ Each function also takes the value itself, as a Python program passes it.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from numbers import Integral, Real
 from operator import index, itemgetter
@@ -39,54 +39,11 @@ def adapter_choices(words: Iterable[str | Path | AdapterChoice]) -> tuple[Adapte
 
 
 def _adapter_choice(word: str) -> AdapterChoice:
-    place, weight = _with_number(word, "write DIR or DIR:WEIGHT, such as my-adapter:0.5")
+    place, weight = with_number(word, "write DIR or DIR:WEIGHT, such as my-adapter:0.5")
     return AdapterChoice(place) if weight is None else AdapterChoice(place, weight)
 
 
-class ModelShare(NamedTuple):
-    """A model to average with others."""
-
-    place: str
-    """A directory, a Hub id or a URI."""
-    share: float | None = None
-    """Its share of the average; None: every model has the same share."""
-
-
-def model_shares(words: Iterable[str | Path | ModelShare]) -> tuple[ModelShare, ...]:
-    """The models that words such as `DIR` or `DIR:0.5` name. Raises UsageError for a share that isn't a number."""
-    remedy = "write MODEL or MODEL:SHARE, such as my-model:0.5"
-    return tuple(
-        word if isinstance(word, ModelShare) else ModelShare(*_with_number(str(word), remedy))
-        for word in words
-    )
-
-
-def divided(models: Sequence[ModelShare]) -> tuple[str, tuple[ModelShare, ...]]:
-    """(the place of the first model, the other models). The first one has what the others leave of 1.
-
-    Raises UsageError for a single model, and for shares that don't add up to 1.
-    """
-    if len(models) < 2:
-        raise UsageError("expected two models or more to average")
-    first, *others = models
-    if first.share is None:
-        return first.place, tuple(others)
-    without = [each.place for each in others if each.share is None]
-    if without:
-        raise UsageError(f"{without[0]}: has no share; give one to each of the models, or to none")
-    total = sum(each.share or 0 for each in models)
-    if abs(total - 1) > _SLACK:
-        raise UsageError(
-            f"the shares add up to {total:g}, expected 1; the first model gets the rest if it has none"
-        )
-    return first.place, tuple(others)
-
-
-_SLACK = 1e-6
-"""The largest accepted difference of a sum of shares from 1."""
-
-
-def _with_number(word: str, remedy: str) -> tuple[str, float | None]:
+def with_number(word: str, remedy: str) -> tuple[str, float | None]:
     """The place in `PLACE:NUMBER`, and the number; None if there is none. Raises UsageError with the remedy."""
     place, colon, text = word.rpartition(":")
     if not colon or Path(word).exists() or "/" in text:

@@ -18,8 +18,8 @@ from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.model.assembled import window
 from megaconv.model.ir import shift_of
 from megaconv.values import rounding
+from megaconv.values.cast import FLOATS
 
-FLOATS = ("float64", "float32", "float16", "bfloat16")
 _BLOCK_BYTES = 1 << 20
 """Bytes of float64 numbers that are read at a time."""
 _CHUNK = 1 << 14

@@ -16,7 +16,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _KEPT = (".router.bias", "rope.alpha")
 """Endings of the names of tensors that Megatron and transformers always keep in float32."""
-_FLOATS = ("float64", "float32", "float16", "bfloat16")
+FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def dtype_name(word: str) -> str:
@@ -137,7 +137,7 @@ class CastSource:
     def _dtype(self, key: Key, dtype: str) -> str:
         if key.name.endswith(_KEPT) and ITEMSIZE[self.dtype] < ITEMSIZE[dtype]:
             return dtype
-        return self.dtype if dtype in _FLOATS else dtype
+        return self.dtype if dtype in FLOATS else dtype
 
     def _cast(self, key: Key, tensor: LazyTensor, dtype: str) -> LazyTensor:
         return (

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.errors import UsageError
-from megaconv.options.values import ModelShare, divided, model_shares
+from megaconv.options.model_shares import ModelShare, divided, model_shares
 from tests.conftest import FIXTURES
 from tests.engine.test_interrupted import KILL
 from tests.forks import start
@@ -88,14 +88,15 @@ def test_convert_shards_an_average(models: list[Path], tmp_path: Path) -> None:
     assert_average(tmp_path / "hf", models, [1 / 3] * 3)
 
 
-def test_a_wider_dtype_keeps_what_the_models_dtype_rounds(
-    models: list[Path], tmp_path: Path
+@pytest.mark.parametrize(
+    ("word", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
+)
+def test_the_average_is_rounded_once_to_the_requested_dtype(
+    word: str, dtype: torch.dtype, models: list[Path], tmp_path: Path
 ) -> None:
-    assert run("average", *models, "--save-dir", tmp_path / "out", "--dtype", "fp32").status == 0
-    made = weights(tmp_path / "out")
-    assert {tensor.dtype for tensor in made.values()} == {torch.float32}
+    assert run("average", *models, "--save-dir", tmp_path / "out", "--dtype", word).status == 0
+    assert {tensor.dtype for tensor in weights(tmp_path / "out").values()} == {dtype}
     assert_average(tmp_path / "out", models, [1 / 3] * 3)
-    assert any(torch.any(tensor != tensor.bfloat16()) for tensor in made.values())
 
 
 def test_the_python_interface_averages_too(models: list[Path], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from megaconv.commands.cli.convert import Request, run
 from megaconv.commands.cli.merge import MergeSaver
 from megaconv.commands.cli.parameters import command
 from megaconv.options import ConvertOptions
-from megaconv.options.values import divided, model_shares
+from megaconv.options.model_shares import divided, model_shares
 
 Models = Annotated[
     list[str],
