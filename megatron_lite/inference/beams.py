@@ -11,7 +11,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from megaconv.errors import UsageError
+
 EarlyStopping = bool | Literal["never"]
+LARGEST_LENGTH_PENALTY = 50
+"""A float holds the power of every length up to a million tokens, and its inverse."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,13 @@ class BeamSettings:
 
     `never`: stop if no open row can become better at any length.
     """
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a length penalty whose powers would overflow."""
+        if not abs(self.length_penalty) <= LARGEST_LENGTH_PENALTY:
+            raise UsageError(
+                f"--length-penalty {self.length_penalty} must be from -{LARGEST_LENGTH_PENALTY} to {LARGEST_LENGTH_PENALTY}"
+            )
 
     def search(self, max_tokens: int, stop_ids: Collection[int]) -> Search:
         return _Search(self, max_tokens, stop_ids)

@@ -13,13 +13,16 @@ from torch import Tensor
 from megaconv.errors import UsageError
 from megatron_lite.models.rng import mix
 
+GREEDY_BELOW = 1e-5
+"""A temperature below this bound chooses the likeliest token, as in vLLM. Logits divided by it may overflow."""
+
 
 @dataclass(frozen=True)
 class Sampling:
     """Options for the choice of tokens."""
 
     temperature: float = 1.0
-    """Divisor of the logits; 0: always the likeliest token."""
+    """Divisor of the logits; 0, and any value below GREEDY_BELOW: always the likeliest token."""
     top_k: int = 0
     """Only the k likeliest tokens, and tokens as likely as the last of them; 0: all."""
     top_p: float = 1.0
@@ -57,7 +60,7 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         """True if always the likeliest token is chosen."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
 PLAIN = Sampling()

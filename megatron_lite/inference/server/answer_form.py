@@ -9,6 +9,8 @@ from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.server.errors import Refused
 
 LARGEST_BIAS = 100
+_LONGEST_TOKEN = 20
+"""Most digits of a token's id. Python refuses to read some thousand digits."""
 
 
 def read_logit_bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
@@ -27,7 +29,8 @@ def read_logit_bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
 
 
 def _is_token(word: str, vocab: int) -> bool:
-    return word.isascii() and word.isdigit() and int(word[:20]) < vocab
+    is_short = word.isascii() and word.isdigit() and len(word) <= _LONGEST_TOKEN
+    return is_short and str(int(word)) == word and int(word) < vocab
 
 
 def _is_bias(value: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaconv.errors import UsageError
-from megatron_lite.inference.beams import Beam
+from megatron_lite.inference.beams import LARGEST_LENGTH_PENALTY, Beam
 from megatron_lite.inference.megatron import MegatronBeams, MegatronSettings, Words, generate
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import tokens_of
@@ -129,7 +129,7 @@ def _beams(fields: Fields, opened: Opened, rows: list[list[int]], count: int) ->
     if count == 0:
         raise Refused("beam search needs tokens_to_generate", "tokens_to_generate")
     stop = fields.integer("stop_token", 50256, 0, 1 << 31)
-    penalty = fields.number("length_penalty", 1.0, -100, 100)
+    penalty = fields.number("length_penalty", 1.0, -LARGEST_LENGTH_PENALTY, LARGEST_LENGTH_PENALTY)
     _without_beams(fields)
     (prompt,) = rows
     eod = opened.tokenizer.eod or 0

@@ -56,6 +56,13 @@ def test_beams_need_as_many_slots(model: Any) -> None:
         generate(slots_of(model), [Request((3,), 4, beams=BeamSettings(9))])
 
 
+@pytest.mark.parametrize("penalty", [100.0, -100.0, float("nan")])
+def test_a_length_penalty_whose_powers_overflow_is_refused(penalty: float) -> None:
+    with pytest.raises(UsageError, match=r"--length-penalty .* must be from -50 to 50"):
+        BeamSettings(2, penalty)
+    assert (1 << 20) ** 50.0 * (1 << 20) ** -50.0 == 1
+
+
 def test_beam_searches_and_other_requests_of_a_running_batch_get_what_each_gets_alone(
     model: Any,
 ) -> None:

@@ -50,6 +50,14 @@ def test_processors_are_those_of_transformers(seed: int) -> None:
         torch.testing.assert_close(keep_min_p(scores, p), MinPLogitsWarper(p)(ids, scores))
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 1e-40, 5e-324])
+def test_a_temperature_that_float32_cannot_divide_by_is_greedy(temperature: float) -> None:
+    """The quotients would be infinite, without a probability, and the error would end a server."""
+    given = logits(1)
+    for more in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}):
+        assert choose(given, ROW, Sampling(temperature, **more)) == int(given.argmax())
+
+
 def test_filters_are_those_of_megatron() -> None:
     expected = json.loads((FIXTURE / "expected.json").read_text())["filters"]
     given = torch.from_numpy(np.load(FIXTURE / "model.npz")["logits"].astype(np.float32))

@@ -198,6 +198,15 @@ def test_a_call_of_a_tool_can_be_demanded(
     assert json.loads(call.function.arguments)["city"] in ("a", "b")
 
 
+def test_a_tiny_temperature_chooses_the_likeliest_tokens(serving: Serving) -> None:
+    asked = {"prompt": "Hello", "max_tokens": 4}
+    greedy, tiny = (
+        serving.ask("/v1/completions", asked | {"temperature": number}) for number in (0, 1e-40)
+    )
+    assert tiny[0] == 200
+    assert tiny[1]["choices"] == greedy[1]["choices"]
+
+
 def test_choices_differ_and_a_seed_repeats_them(serving: Serving) -> None:
     body = {"prompt": "Hello", "max_tokens": 6, "n": 4, "seed": 5, "temperature": 1.5}
     first, again = (serving.ask("/v1/completions", body)[1] for _ in range(2))
@@ -250,6 +259,8 @@ BAD: list[tuple[str, Any, int]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 400),
     ("/v1/completions", {"prompt": "x", "presence_penalty": 3}, 400),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"999": 1}}, 400),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"0" * 20 + "999": 1}}, 400),
+    ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 1, "01": 1}}, 400),
     ("/v1/completions", {"prompt": "x", "logit_bias": {"1": 101}}, 400),
     ("/v1/completions", {"prompt": "x", "response_format": "json"}, 400),
     ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400),
