@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -9,6 +10,8 @@ _UNFINISHED = "�"
 """The character that decoders produce for an incomplete character."""
 _NEIGHBOURS = 16
 """Tokens of a prompt on which the text of the next token may depend."""
+_PARTS = 4
+"""The most tokens of one character: the bytes of UTF-8."""
 
 
 def say(text: str) -> None:
@@ -35,12 +38,14 @@ class TextStream:
     ) -> None:
         """after: the tokens that the text continues. A tokenizer such as Llama 2's omits the first word's space otherwise."""
         self._detokenize, self._stop = detokenize, tuple(word for word in stop if word)
-        self._ids = list(after[-_NEIGHBOURS:])
-        self._before, self._read = 0, len(self._ids)
+        self._ids, self._read = _end_of(detokenize, after)
+        self._before = 0
         """Ids from _before on are decoded together, because the text of an id depends on its neighbours.
 
         The text of ids below _read is returned already.
         """
+        self._prompt = detokenize(self._ids) if self._read < len(self._ids) else ""
+        """A prompt that ends with a partial character; "" if it doesn't, and after the first text."""
         self._held = ""
         self.stop_word = ""
         """The stop word that ended the text; "" without one."""
@@ -63,10 +68,12 @@ class TextStream:
         # Decode with and without the new ids. The difference is the new text.
         given = self._detokenize(self._ids[self._before : self._read])
         whole = self._detokenize(self._ids[self._before :])
-        if not finish and (len(whole) <= len(given) or whole.endswith(_UNFINISHED)):
+        # A partial character of the prompt that the answer doesn't complete belongs to the prompt.
+        known = max(len(given), len(self._prompt) if whole.startswith(self._prompt) else 0)
+        if not finish and (len(whole) <= known or whole.endswith(_UNFINISHED)):
             return ""
-        self._before, self._read = self._read, len(self._ids)
-        return whole[len(given) :]
+        self._before, self._read, self._prompt = self._read, len(self._ids), ""
+        return whole[known:]
 
     def _check(self, text: str, *, finish: bool) -> str:
         if self.stopped:
@@ -83,6 +90,21 @@ class TextStream:
         end = len(text) - kept
         self._held = text[end:]
         return text[:end]
+
+
+def _end_of(detokenize: Detokenize, tokens: Sequence[int]) -> tuple[list[int], int]:
+    """Return the last tokens, from the start of a character on, and the number of them before a partial character.
+
+    A tokenizer with byte tokens decodes none of them if the first or the last character is partial.
+    """
+    for partial, more in product(range(_PARTS), repeat=2):
+        last = list(tokens[-_NEIGHBOURS - more :])
+        whole = last[: max(len(last) - partial, 0)]
+        text = detokenize(whole)
+        if not text.startswith(_UNFINISHED) and not text.endswith(_UNFINISHED):
+            return last, len(whole)
+    last = list(tokens[-_NEIGHBOURS:])
+    return last, len(last)
 
 
 def overlap(text: str, word: str) -> int:

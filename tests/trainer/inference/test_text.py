@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 import pytest
+from tokenizers.decoders import ByteFallback
 
-from megatron_lite.inference.text import TextStream, continuation
+from megatron_lite.inference.text import Detokenize, TextStream, continuation
 
 
 def of_bytes(ids: Sequence[int]) -> str:
@@ -23,6 +24,30 @@ def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     stream = TextStream(of_bytes)
     assert [stream.add(byte) for byte in "a🙂".encode()[:3]] == ["a", "", ""]
     assert stream.finish() == "�"
+
+
+def of_byte_tokens(ids: Sequence[int]) -> str:
+    """The byte tokens of Llama 2's tokenizer: each byte of an incomplete sequence is a character of its own."""
+    return str(ByteFallback().decode([f"<0x{byte:02X}>" for byte in ids]))
+
+
+@pytest.mark.parametrize("detokenize", [of_bytes, of_byte_tokens])
+@pytest.mark.parametrize("prompt", ["", "a", "日本語の長い文章です"])
+@pytest.mark.parametrize("character", ["é", "語", "🙂"])
+@pytest.mark.parametrize("answer", ["", " bcd", "🙂", " 語 b"])
+def test_a_character_that_begins_in_the_prompt_is_shown_whole(
+    detokenize: Detokenize, prompt: str, character: str, answer: str
+) -> None:
+    start, encoded = prompt.encode(), character.encode()
+    for split in range(1, len(encoded)):
+        ids = (*start, *encoded[:split]), (*encoded[split:], *answer.encode())
+        assert continuation(detokenize, *ids) == character + answer
+
+
+def test_a_partial_character_of_the_prompt_is_not_repeated() -> None:
+    """Neither one that the answer doesn't complete, nor the replacement character itself."""
+    assert continuation(of_bytes, b"a\xc3", b" bc") == " bc"
+    assert continuation(of_bytes, "a�".encode(), b" bc") == " bc"
 
 
 def of_words(ids: Sequence[int]) -> str:
