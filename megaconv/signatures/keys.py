@@ -125,9 +125,9 @@ def _of_known_curve(path: Path, key: object) -> "ec.EllipticCurvePublicKey":
     from cryptography.hazmat.primitives.asymmetric import ec
 
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise _unusable(path, "is not an elliptic-curve key; expected ECDSA P-256")
+        raise _unusable(path, f"is not an elliptic-curve key; expected ECDSA on {_CURVES}")
     if key.curve.name not in _HASHES:
-        raise _unusable(path, f"is on the curve {key.curve.name}; expected P-256, P-384 or P-521")
+        raise _unusable(path, f"is on the curve {key.curve.name}; expected {_CURVES}")
     return key
 
 
@@ -135,6 +135,7 @@ def _unusable(path: Path, what: str) -> UsageError:
     return UsageError(f"{path}: {what}", code="unusable-key")
 
 
+_CURVES = "P-256, P-384 or P-521"
 _HASHES = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
 """The hash of each curve, by cryptography's names."""
 

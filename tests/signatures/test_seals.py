@@ -134,7 +134,10 @@ def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
     [
         (b"", "is not a private key in PEM"),
         (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "is not a private key"),
-        (pem(rsa.generate_private_key(65537, 1024)), "is not an elliptic-curve key"),
+        (
+            pem(rsa.generate_private_key(65537, 1024)),
+            "is not an elliptic-curve key; expected ECDSA on P-256, P-384 or P-521",
+        ),
         (pem(ec.generate_private_key(ec.SECP256K1())), "expected P-256, P-384 or P-521"),
         (b"x" * 70_000, "70,000 bytes"),
     ],
