@@ -10,6 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.wording import counted
@@ -131,7 +132,11 @@ def _require_tokens(
 def _encoded(
     batches: Iterable[Batch], options: PreprocessOptions
 ) -> Generator[tuple[Batch, Encoded], None, None]:
-    if options.workers <= 1:
+    ahead = iter(batches)
+    first = list(islice(ahead, 2))
+    batches = chain(first, ahead)
+    # A worker process imports the tokenizer's packages, which takes seconds. One batch is encoded here in less.
+    if options.workers <= 1 or len(first) < 2:
         for batch in batches:
             yield batch, encode(options.encoding, batch)
         return

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron_lite.data import text_files
+from megatron_lite.data import text_files, text_pipeline
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.preprocess import main
 from megatron_lite.data.tokenizer import NullTokenizer
@@ -143,6 +143,20 @@ def test_any_number_of_workers_writes_the_same_bytes(
     assert files(tmp_path / "1") == files(tmp_path / "2")
     assert len(IndexedDataset(tmp_path / "1_text_document").documents) - 1 == 120 * len(RECORDS)
     assert capsys.readouterr().err == ""
+
+
+def test_a_small_input_starts_no_worker(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker needs seconds for its imports, and one batch is encoded at once."""
+    monkeypatch.delattr(text_pipeline, "ProcessPoolExecutor")
+    text.write_text('{"text": "1 2"}\n{"text": "3"}\n')
+    prefix = tmp_path / "out"
+    assert run("--input", text, "--output-prefix", prefix, "--workers", 8, *NUMBERS) == 0
+    assert sequences(prefix) == [[1, 2], [3]]
+    monkeypatch.setattr(text_files, "BATCH_RECORDS", 1)
+    with pytest.raises(NameError, match="ProcessPoolExecutor"):
+        run("--input", text, "--output-prefix", tmp_path / "two", "--workers", 8, *NUMBERS)
 
 
 def test_every_kind_of_input_gives_the_same_bytes(
