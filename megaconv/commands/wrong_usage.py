@@ -13,6 +13,8 @@ _FULL_NAMES = {
     "--cp": "context",
 }  # fmt: skip
 """Short options of parallel sizes -> the full words of their subject."""
+_LONG_FORMS = {"average": "megaconv convert --average", "merge": "megaconv convert --adapter"}
+"""Commands that are short for `convert` -> their long forms, which have all options of `convert`."""
 
 
 def wrong_usage(error: Any) -> str:
@@ -23,10 +25,21 @@ def wrong_usage(error: Any) -> str:
         return message.replace("'. Did", "'; did")
     command = "megaconv" if error.ctx.parent is None else f"megaconv {error.ctx.command.name}"
     if hasattr(error, "possibilities"):
-        return (
-            f"no option {error.option_name}; {_nearest(error)}`{command} --help` lists the options"
-        )
+        elsewhere = _elsewhere(error) or _nearest(error)
+        return f"no option {error.option_name}; {elsewhere}`{command} --help` lists the options"
     return f"{message}; `{command} --help` describes the command"
+
+
+def _elsewhere(error: Any) -> str:
+    """Return the long form of the command with the word that it has the option, or nothing."""
+    longer = _LONG_FORMS.get(error.ctx.command.name)
+    if longer is None:
+        return ""
+    convert = error.ctx.parent.command.get_command(error.ctx.parent, "convert")
+    is_known = any(
+        error.option_name in (*each.opts, *each.secondary_opts) for each in convert.params
+    )
+    return f"`{longer}` has it; " if is_known else ""
 
 
 def _nearest(error: Any) -> str:
