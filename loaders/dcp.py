@@ -22,8 +22,8 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.canonical import whole_model
 from megaconv.huggingface.stored_names import unwrapped
-from megaconv.huggingface.weight_files import whole_model
 from megaconv.loader import Loader
 from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons

@@ -18,7 +18,8 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.huggingface.weight_files import has_weights, whole_model
+from megaconv.huggingface.canonical import whole_model
+from megaconv.huggingface.weight_files import has_weights
 from megaconv.loader import Loader
 from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import (

@@ -12,8 +12,8 @@ from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import UsageError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.huggingface.canonical import whole_model
 from megaconv.huggingface.stored_names import unwrapped
-from megaconv.huggingface.weight_files import whole_model
 from megaconv.loader import Loader
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF

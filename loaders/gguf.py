@@ -29,7 +29,8 @@ from megaconv.gguf.agreement import name_other_keys, require_agreement
 from megaconv.gguf.config import config_of
 from megaconv.gguf.names import DIVISORS, ROUTER_BIAS, gguf_rows
 from megaconv.gguf.stored_tokenizer import LONG, tokenizer_files, unread_tokenizer
-from megaconv.huggingface.weight_files import has_weights, whole_model
+from megaconv.huggingface.canonical import whole_model
+from megaconv.huggingface.weight_files import has_weights
 from megaconv.loader import Loader
 from megaconv.model.ceilings import require_countable
 from megaconv.model.check import well_formed

@@ -21,18 +21,18 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_names, names_in_files
 from megaconv.families.parts.llama_vision import LlamaInside, llama_inside
 from megaconv.families.parts.whole_model import split_whole
+from megaconv.huggingface.canonical import whole_model
 from megaconv.huggingface.quantization_files import with_quantization_file
 from megaconv.huggingface.stored_names import (
     is_of_bare_model,
+    renamed,
     with_names_of_family,
     without_wrappers,
 )
 from megaconv.huggingface.weight_files import (
     has_weights,
     read_directory,
-    renamed,
     require_counted,
-    whole_model,
 )
 from megaconv.loader import Loader
 from megaconv.model.config import ModelConfig

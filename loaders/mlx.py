@@ -18,7 +18,8 @@ from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.llama_vision import llama_inside
-from megaconv.huggingface.weight_files import has_weights, read_directory, whole_model
+from megaconv.huggingface.canonical import whole_model
+from megaconv.huggingface.weight_files import has_weights, read_directory
 from megaconv.loader import Loader
 from megaconv.mlx.names import INSIDE, SUPPORTED, mlx_rows
 from megaconv.mlx.settings import dequantized, mlx_quantization

@@ -29,7 +29,7 @@ from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.extras import install
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.huggingface.weight_files import whole_model
+from megaconv.huggingface.canonical import whole_model
 from megaconv.loader import Loader
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig

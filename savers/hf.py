@@ -22,7 +22,7 @@ from megaconv.huggingface.quantization import (
 )
 from megaconv.huggingface.quantization_config import quantization_files
 from megaconv.huggingface.scales import with_scales
-from megaconv.huggingface.weight_files import hf_namings
+from megaconv.huggingface.spellings import hf_namings
 from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from formats.tensor import LazyTensor
+from megaconv.errors import TensorMismatch
 from megaconv.families import Family
-from megaconv.huggingface.weight_files import renamed
 from megaconv.model.check import listing
 from megaconv.model.naming import HF
 
@@ -25,6 +25,25 @@ _LIGHTNING, _INSIDE = "model.", "model.model."
 """The prefix of all names that a module of Lightning adds, and of most names in such a file."""
 _VALUE_HEAD = "v_head."
 _HEAD, _BASE = "lm_head.", "model."
+
+
+def renamed(
+    tensors: Mapping[str, LazyTensor], names: Mapping[str, str], where: str
+) -> dict[str, LazyTensor]:
+    """The tensors that have a new name in `names` (old -> new). where: for messages.
+
+    Raises TensorMismatch if two tensors would get the same name: neither is dropped.
+    """
+    found: dict[str, LazyTensor] = {}
+    taken: dict[str, str] = {}
+    for old, new in names.items():
+        if new in found:
+            both = " and ".join(sorted([taken[new], old]))
+            raise TensorMismatch(
+                f"{where}: holds both {both}, two names of one tensor; remove the one that is wrong"
+            )
+        found[new], taken[new] = tensors[old], old
+    return found
 
 
 def unwrapped(name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import UnknownFormat, UsageError
 from megaconv.families import family_of_hf
-from megaconv.huggingface.weight_files import whole_model
+from megaconv.huggingface.canonical import whole_model
 from megaconv.loader import Loader
 from megaconv.model.check import well_formed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
