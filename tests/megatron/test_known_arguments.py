@@ -270,6 +270,7 @@ def real_checkpoints() -> list[Path]:
                 "bitsandbytes",
                 "mlx",
                 "torchao-",
+                "verl-",  # verl saves no arguments
             )
         )
     ]
