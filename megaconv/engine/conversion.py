@@ -157,7 +157,7 @@ def _ready(
     revision = revision_of(place, source.header, options)
     ranks.agree("source", source_digest(options, opened, revision))
     ranks.agree("options", repr((saver.name, staging.target, options)))
-    identity = run_identity(saver.name, options, opened, revision)
+    identity = run_identity(saver.name, options, opened, revision, ranks.size)
     shares = share_out(report.plan, source.header.manifest, ranks.size)
     parts: PartPlan | None = None
     if is_store(str(save_dir)):

@@ -20,11 +20,11 @@ _NAMED_FILES = 256
 
 
 def run_identity(
-    saver: str, options: ConvertOptions, opened: OpenedFiles, revision: list[str]
+    saver: str, options: ConvertOptions, opened: OpenedFiles, revision: list[str], processes: int
 ) -> dict[str, str]:
     """Values that must be equal for a run to resume another run's work, together with the plan.
 
-    The keys are names for messages.
+    The keys are names for messages. processes: they decide which rank computes the fingerprint of a tensor.
     """
     lossy = sorted(options.save.allow_lossy)
     adapters = [f"{each.place}:{each.weight}" for each in options.adapters]
@@ -32,6 +32,7 @@ def run_identity(
     extra = [f"{key}={value}" for key, value in sorted(options.all_extra().items())]
     return {
         "megaconv": __version__,
+        "the number of processes": str(processes),
         "--saver": saver,
         "--dtype": str(options.dtype),
         "--allow-lossy": ", ".join(lossy) or "none",

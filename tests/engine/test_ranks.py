@@ -1,6 +1,7 @@
 """Conversions by several processes: the same files as by one, and whatever ends one rank ends all, reported once."""
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ from formats.staged_file import StagedFile
 from formats.staging import Staging
 from formats.tensor import Box, Bytes, FileTensor
 from megaconv.commands.cli import main
-from megaconv.engine import store_watch
+from megaconv.engine import store_watch, transfer
 from megaconv.engine.ranks import ALONE, Joined, started_ranks
 from tests.models import write_llama
 from tests.runs import Outcome, run, snapshot, unchanged
@@ -511,6 +512,30 @@ def test_killed_ranks_can_be_resumed(model: Path, folder: Path) -> None:
     assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
     assert snapshot(model.parent / "out") == expected
     assert sum(outcome.err.count("read\n") for outcome in outcomes) <= 39 - (sum(done) - 2) + 2
+
+
+def test_another_number_of_processes_starts_again_and_says_why(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three ranks and two write the same two files, and other ranks compute the fingerprints of their tensors."""
+    monkeypatch.setattr(transfer, "JOURNAL_SECONDS", 0)
+    two_files = arguments(model, "core", "--tp", 2, "--workers", 1)
+    expected = complete_outcome(two_files)
+    with under_way(folder, [*two_files, "--resume"], size=3) as fleet:
+        journal = model.parent / ".out.megaconv-partial" / "journal.jsonl"
+        for _ in range(2000):
+            if journal.exists() and journal.read_text().count("\n") > 10:
+                break
+            time.sleep(0.01)
+        fleet.kill([2])
+        fleet.ranks.pop()
+        assert_reported_once(fleet.outcomes(), "rank 2 ended")
+    assert journal.read_text().count("\n") > 10
+    warns_on_stderr = {0: logging.getLogger().handlers.clear}  # pytest has handlers of its own
+    outcomes = Fleet(folder, 2, [*two_files, "--resume"], warns_on_stderr).outcomes()
+    assert [outcome.status for outcome in outcomes] == [0, 0], outcomes
+    assert "interrupted run: the number of processes is 2, was 3\n" in outcomes[0].err
+    assert snapshot(model.parent / "out") == expected
 
 
 # Who started it.
