@@ -34,7 +34,8 @@ from megaconv.model.table import Row, canonical_shapes, expressible
 from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
 from megaconv.pytorch import titan_biases, titan_names
-from megaconv.pytorch.dcp_training import GLOBAL_BATCH_SIZE, open_run
+from megaconv.pytorch.dcp_training import open_run
+from megaconv.pytorch.progress import COUNT_OPTIONS
 from megaconv.pytorch.titan_rows import with_titan_names
 from megaconv.pytorch.training_state import Parameters
 
@@ -183,7 +184,7 @@ LOADER = Loader(
     options={
         **GROUP_OPTIONS,
         **titan_biases.OPTIONS,
-        GLOBAL_BATCH_SIZE: "the samples of a step of the run, from which Megatron's count follows",
+        **COUNT_OPTIONS,
     },
     reads_files=False,
 )

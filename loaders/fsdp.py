@@ -1,6 +1,7 @@
 """verl's FSDP checkpoints: one file per rank with its parts of all tensors, under transformers' names.
 
-The LoRA adapter of a run that trains one is merged into its base.
+The LoRA adapter of a run that trains one is merged into its base. Optimizer state is read if it is that of torch's Adam
+(megaconv/pytorch/verl_training.py).
 """
 
 from dataclasses import replace
@@ -15,9 +16,17 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.canonical import whole_model
 from megaconv.huggingface.stored_names import unwrapped
 from megaconv.loader import Loader
+from megaconv.megatron.arguments.run_arguments import vocab_divisor
+from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
+from megaconv.model.check import well_formed
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF
+from megaconv.model.table import canonical_shapes
+from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
+from megaconv.pytorch.progress import COUNT_OPTIONS
+from megaconv.pytorch.training_state import Parameters
+from megaconv.pytorch.verl_training import open_run
 
 
 def detect(path: Path) -> bool:
@@ -40,19 +49,36 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
         raise UsageError(
             f"{path}: its vocabulary of {config.vocab} has no padding; leave --true-vocab-size out"
         )
-    tensors, ranks = dtensor_files.read(path)
-    found = {unwrapped(name): tensor for name, tensor in tensors.items()}
+    takes = takes_megatrons(options.extra)
+    model = dtensor_files.read(path)
+    found = {unwrapped(name): tensor for name, tensor in model.tensors.items()}
     has_adapter = is_wrapped(found)
+    has_optimizer = dtensor_files.has_optimizer(path)
+    run = None
+    if has_optimizer and options.optimizer and not config.own_names:
+        run = open_run(path, model, found, Parameters.of(family, config))
     config, canonical = whole_model(
-        family, config, HF, base_of(found, path) if has_adapter else found, str(path)
+        family,
+        config,
+        HF,
+        base_of(found, path) if has_adapter else found,
+        str(path),
+        {} if run is None else run.slots,
     )
     manifest = describe(canonical)
+    training = TrainingState()
+    if run is not None:
+        shapes = canonical_shapes(family.rows, config)
+        with well_formed(str(path)):
+            training = run.training(shapes, options.extra, takes_megatrons=takes)
     header = Header(
         replace(config, dtype=main_dtype(manifest)),
         manifest,
+        training=training,
         files=find_sidecars(directory),
-        source=f"fsdp of verl, {ranks} ranks{', with a LoRA adapter' if has_adapter else ''}",
-        has_optimizer=dtensor_files.has_optimizer(path),
+        vocab_divisor=vocab_divisor(training.arguments),
+        source=f"fsdp of verl, {model.ranks} ranks{', with a LoRA adapter' if has_adapter else ''}",
+        has_optimizer=has_optimizer,
     )
     opened = OpenedSource(header, canonical)
     return merged_into(opened, found, path, family) if has_adapter else opened
@@ -64,5 +90,6 @@ LOADER = Loader(
     detect=detect,
     open=open,
     keeps_names=True,
+    options={**GROUP_OPTIONS, **COUNT_OPTIONS},
     reads_files=False,
 )

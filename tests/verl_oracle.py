@@ -107,6 +107,75 @@ def save_megatron(
             manager.save_checkpoint(str(target / "actor"), global_step=STEPS)
 
 
+def save_fsdp(huggingface: Path, target: Path, kind: str, rank: int, ranks: int, rendezvous: Path) -> None:  # fmt: skip
+    """A model of transformers takes steps under FSDP. verl saves it in `target`/actor, and rank 0 its complete optimizer.
+
+    kind: `fsdp` or `fsdp2` as verl's strategy; with `-hybrid`, `-orig` (use_orig_params) or `-frozen` (a frozen norm).
+    """
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoModelForCausalLM
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.utils.torch_functional import get_constant_schedule_with_warmup
+
+    torch.distributed.init_process_group(
+        "gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=ranks
+    )
+    shape = (2, ranks // 2) if "hybrid" in kind else (ranks,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ddp", "fsdp")[-len(shape) :])
+    model = AutoModelForCausalLM.from_pretrained(huggingface, torch_dtype=torch.float32)
+    model.model.norm.weight.requires_grad_("frozen" not in kind)
+    wrapped = sharded(model, mesh, kind)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.1)
+    schedule = get_constant_schedule_with_warmup(optimizer, num_warmup_steps=4)
+    for step in range(STEPS):
+        torch.manual_seed(step * ranks + rank)
+        tokens = torch.randint(model.config.vocab_size, (2, 8))
+        wrapped(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    contents = ["model", "optimizer", "extra"]
+    FSDPCheckpointManager(
+        wrapped, optimizer, schedule, None, Contents(save=contents, load=contents)
+    ).save_checkpoint(str(target / "actor"), global_step=STEPS)
+    found = complete(wrapped, optimizer)
+    if rank == 0:
+        torch.save(found, target / "complete.pt")
+    torch.distributed.destroy_process_group()
+
+
+def sharded(model: Any, mesh: Any, kind: str) -> Any:
+    """The model as FSDPEngine of verl shards it."""
+    import torch
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
+    from verl.utils.fsdp_utils import apply_fsdp2, get_fsdp_wrap_policy
+
+    if kind.startswith("fsdp2"):
+        apply_fsdp2(model, {"mesh": mesh}, {})
+        return model
+    hybrid = mesh.ndim == 2
+    wrapped = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=get_fsdp_wrap_policy(model),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD,
+        device_mesh=mesh,
+        device_id=torch.device("cpu"),
+        use_orig_params="orig" in kind,
+    )
+    FullyShardedDataParallel.set_state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT)
+    return wrapped
+
+
+def complete(model: Any, optimizer: Any) -> dict[str, Any]:
+    """torch's own state dict of the optimizer, with all tensors by name and complete."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    # With cpu_offload, torch 2.13 reuses a buffer on the CPU under use_orig_params: both moments become the second.
+    options = StateDictOptions(full_state_dict=True)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
 class Contents(dict[str, Any]):
     """verl's CheckpointConfig, as its managers read it: by key and by attribute."""
 
@@ -120,12 +189,15 @@ def scheduler(state: dict[str, Any]) -> Any:
 
 
 def main(kind: str, *arguments: str) -> None:
-    *given, rank, _ranks, rendezvous = arguments
+    *given, rank, ranks, rendezvous = arguments
     if kind == "megatron":
         checkpoint, target, huggingface, sharding = given
         save_megatron(
             Path(checkpoint), Path(target), Path(huggingface), sharding, int(rank), Path(rendezvous)
         )
+    if kind == "fsdp":
+        model, target, strategy = given
+        save_fsdp(Path(model), Path(target), strategy, int(rank), int(ranks), Path(rendezvous))
 
 
 if __name__ == "__main__":

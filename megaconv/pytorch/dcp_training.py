@@ -8,18 +8,15 @@ from typing import Any
 
 from formats.tensor import LazyTensor, Shape
 from formats.torch_dist import DistDirectory
-from megaconv.errors import UsageError
-from megaconv.megatron.arguments.zero_groups import megatron_groups, torch_groups
 from megaconv.model.check import listing
-from megaconv.model.training import OptimizerState, TrainingState
+from megaconv.model.training import TrainingState
 from megaconv.pytorch import stored_optimizer, titan_fused
+from megaconv.pytorch.adam_state import adam_state
 from megaconv.pytorch.megatron_entry import ENTRY, with_entry
-from megaconv.pytorch.progress import with_samples
+from megaconv.pytorch.progress import batch_size_of, with_counted_samples, with_samples
 from megaconv.pytorch.stored_optimizer import StoredOptimizer
 from megaconv.pytorch.training_state import Parameters, with_masters
 
-GLOBAL_BATCH_SIZE = "global_batch_size"
-"""The --option for the samples of a step, which PyTorch's checkpoints don't count."""
 _ITERATION = re.compile(r"(?:.*?\.)?train_state\.step")
 _log = logging.getLogger("megaconv")
 
@@ -41,39 +38,16 @@ class DcpRun:
 
         takes_megatrons: True if Megatron may decay other parameters than the source did. Raises UsageError.
         """
-        state = self._optimizer_state(shapes, takes_megatrons=takes_megatrons)
+        state = adam_state(self.optimizer, self.parameters, shapes, takes_megatrons=takes_megatrons)
         iteration = self._iteration() or state.step
         training = TrainingState(iteration, optimizer=state, arguments={"optimizer": "adam"})
-        asked = _batch_size(extra)
-        if asked is not None:
-            return with_samples(training, (iteration or 0) * asked)
-        training = with_samples(training, 0)
-        has_entry = ENTRY in self.archives.metadata.objects
-        found = with_entry(training, self.archives.read_object(ENTRY)) if has_entry else training
-        if found is training:
-            _log.warning(
-                "%s: counts no samples: for Megatron, give --option %s=N, the samples of a step",
-                self.archives.path,
-                GLOBAL_BATCH_SIZE,
-            )
-        return found
-
-    def _optimizer_state(
-        self, shapes: Mapping[str, Shape], *, takes_megatrons: bool
-    ) -> OptimizerState:
-        stored = self.optimizer
-        own = self.parameters.by_canonical(stored.groups, stored.group_of)
-        made = megatron_groups(own, shapes, None, takes_megatrons=takes_megatrons)
-        incomplete = _incomplete(stored)
-        return OptimizerState(
-            "torch's Adam",
-            max(stored.steps),
-            made.groups,
-            made.group_of,
-            unsupported=made.unsupported or incomplete,
-            torch=torch_groups(own, stored.groups),
-            incomplete=incomplete,
-        )
+        batch_size = batch_size_of(extra)
+        if batch_size is None and ENTRY in self.archives.metadata.objects:
+            uncounted = with_samples(training, 0)
+            found = with_entry(uncounted, self.archives.read_object(ENTRY))
+            if found is not uncounted:
+                return found
+        return with_counted_samples(training, batch_size, self.archives.path)
 
     def _iteration(self) -> int | None:
         for key in self.archives.objects():
@@ -107,20 +81,3 @@ def open_run(
         _log.warning("%s: optimizer state is left out, because the run %s", archives.path, what)
         return None
     return DcpRun(archives, stored, parameters, with_masters(weights, stored.slots))
-
-
-def _incomplete(stored: StoredOptimizer) -> str | None:
-    if stored.further:
-        return f"the optimizer's state has {', '.join(stored.further)} besides the moments of Adam"
-    if len(stored.steps) > 1:
-        return f"the parameters were updated different numbers of times: {sorted(stored.steps)}"
-    return None
-
-
-def _batch_size(extra: Mapping[str, str]) -> int | None:
-    asked = extra.get(GLOBAL_BATCH_SIZE)
-    if asked is None:
-        return None
-    if not asked.isdecimal() or int(asked) == 0:
-        raise UsageError(f"--option {GLOBAL_BATCH_SIZE}={asked}: should be a number of samples")
-    return int(asked)

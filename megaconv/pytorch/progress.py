@@ -4,10 +4,21 @@ torch's and DeepSpeed's schedulers store how often they were called, and keep th
 configuration. `megatron_entry.py` keeps the numbers that Megatron has beyond these.
 """
 
+import logging
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from megaconv.errors import UsageError
 from megaconv.model.training import TorchGroups, TrainingState
+
+GLOBAL_BATCH_SIZE = "global_batch_size"
+"""The --option for the samples of a step, which PyTorch's checkpoints don't count."""
+COUNT_OPTIONS = {
+    GLOBAL_BATCH_SIZE: "the samples of a step of the run, from which Megatron's count follows"
+}
+_log = logging.getLogger("megaconv")
 
 _SCHEDULE = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style")
 """Settings that Megatron's scheduler stores and others don't. A run overrides them, or stops at once, since None differs
@@ -54,3 +65,24 @@ def with_samples(state: TrainingState, samples: int) -> TrainingState:
     """The state of a run that counts its samples, and whose schedule is unknown."""
     scheduler = {**dict.fromkeys(_SCHEDULE), "num_steps": samples}
     return replace(state, consumed_train_samples=samples, scheduler=scheduler)
+
+
+def with_counted_samples(state: TrainingState, batch_size: int | None, path: Path) -> TrainingState:
+    """The state of a run that counts steps alone. batch_size: the samples of a step, if they are known."""
+    if batch_size is None:
+        _log.warning(
+            "%s: counts no samples: for Megatron, give --option %s=N, the samples of a step",
+            path,
+            GLOBAL_BATCH_SIZE,
+        )
+    return with_samples(state, (state.iteration or 0) * (batch_size or 0))
+
+
+def batch_size_of(extra: Mapping[str, str]) -> int | None:
+    """The samples of a step that the user gives. Raises UsageError."""
+    asked = extra.get(GLOBAL_BATCH_SIZE)
+    if asked is None:
+        return None
+    if not asked.isdecimal() or int(asked) == 0:
+        raise UsageError(f"--option {GLOBAL_BATCH_SIZE}={asked}: should be a number of samples")
+    return int(asked)

@@ -62,7 +62,7 @@ def read(directory: DistDirectory, name_of: Callable[[str], str]) -> StoredOptim
     _require_same(directory.path, trained, group_of)
     return StoredOptimizer(
         slots={slot: held[slot] for slot in ADAM},
-        steps=frozenset(_numbers(directory.path, held["step"])),
+        steps=frozenset(numbers(directory.path, held["step"])),
         groups=groups,
         group_of=group_of,
         further=sorted(held.keys() - {*ADAM, "step"}),
@@ -120,7 +120,8 @@ def _require_same(path: Path, trained: Collection[str], grouped: Mapping[str, in
         )
 
 
-def _numbers(path: Path, steps: Mapping[str, LazyTensor]) -> Iterable[int]:
+def numbers(path: Path, steps: Mapping[str, LazyTensor]) -> Iterable[int]:
+    """The values of the steps. path: for messages. Raises CorruptCheckpoint."""
     for name, step in steps.items():
         if prod(step.shape) != 1 or step.dtype not in ("float32", "int64", "int32"):
             raise CorruptCheckpoint(

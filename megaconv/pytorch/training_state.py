@@ -24,15 +24,20 @@ class Parameters:
 
     natives: Mapping[str, NativeTensor]
     """Every tensor that the module may have. A tied head is none of its own."""
+    copies: Collection[str] = ()
+    """The names of tied heads and other duplicate tensors."""
 
     @staticmethod
     def of(family: Family, config: ModelConfig, namings: Iterable[Naming] = (HF, HF_STACKED)) -> "Parameters":  # fmt: skip
         found: dict[str, NativeTensor] = {}
+        copies = set[str]()
         for naming in namings:
             for native in unsharded_tensors(family.rows, config, naming):
                 if native.copy is None:
                     found[native.name] = native
-        return Parameters(found)
+                else:
+                    copies.add(native.name)
+        return Parameters(found, copies)
 
     def frozen(self, names: Iterable[str], trained: Collection[str]) -> list[str]:
         """Those of the module's tensors that could be trained, and aren't."""

@@ -347,7 +347,7 @@ def usual(llama: Path) -> dict[str, Make]:
             llama, "--saver", "mlx", "--option", "bits=4", "--option", "group_size=32"
         ),
         "checkpoint-500": fixture("deepspeed-zero2-llama-tied-groups-dp2/checkpoint"),
-        "global_step_100/actor": fixture("fsdp-verl-dp3"),
+        "global_step_100/actor": fixture("verl-fsdp1-qwen2-dp3/actor"),
         "verl-run/actor": verl_actor,
         "Skywork-Reward-Llama-3.1-8B": rewarding(llama),
         "my-reward-adapter": write_reward_adapter,

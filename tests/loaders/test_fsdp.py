@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import megaconv
-from formats import dtensor_files
+from formats import dtensor
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run
 
@@ -55,7 +55,7 @@ def test_parts_lie_where_torch_has_them() -> None:
         placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
         for at in product(*map(range, mesh)):
             size, offset = _compute_local_shape_and_global_offset(shape, mesh, list(at), placements)
-            ours = dtensor_files._place(shape, axes, mesh, at)
+            ours = dtensor.place(shape, axes, mesh, at)
             assert ours[1] == tuple(size), (shape, mesh, axes, at)
             if 0 not in size:
                 assert ours[0] == tuple(offset), (shape, mesh, axes, at)
