@@ -15,7 +15,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.products.transformer_engine import has_transformer_engine
-from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions
 
 
 def model(
@@ -109,8 +109,9 @@ def transformers_step(
     device: torch.device = CPU,
     *,
     compiled: bool = False,
+    lora: LoRA | None = None,
 ) -> Step:
-    """compiled: each layer, as ours are."""
+    """compiled: each layer, as ours are. lora: adapters by peft, which alone are trained."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     experts = config.experts
@@ -127,8 +128,15 @@ def transformers_step(
         tie_word_embeddings=config.tie_embeddings, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     kind = MixtralForCausalLM if experts.count else LlamaForCausalLM
-    network = kind(settings).to(getattr(torch, dtype)).to(device)
-    for layer in network.model.layers if compiled else ():
+    with device:  # where random weights are drawn at once
+        network = kind(settings).to(getattr(torch, dtype))
+    layers = network.model.layers
+    if lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        words = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": "all-linear"}
+        network = get_peft_model(network, LoraConfig(**words))
+    for layer in layers if compiled else ():
         layer.compile()
     data = batch(config, rows, device)
 
@@ -201,12 +209,13 @@ def core_step(config: ModelConfig, dtype: str, rows: int, device: torch.device =
 
 
 def _plain_step(network: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, fused=True)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         loss().backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
 
     return step

@@ -45,9 +45,14 @@ class Model:
         return "lora" in self.options
 
 
-OURS = ("megatron_lite", "megatron_lite, compiled", "megatron_lite, fp8")
-ALL = (*OURS, "transformers, compiled", "megatron-core")
-WITHOUT_CORE = ("megatron_lite", "megatron_lite, compiled", "transformers, compiled")
+OURS = ("megatron_lite, compiled", "megatron_lite")
+WITHOUT_CORE = ("megatron_lite, compiled", "transformers, compiled", "megatron_lite")
+DENSE = (
+    "megatron_lite, compiled", "transformers, compiled", "megatron_lite, fp8", "megatron-core", "megatron_lite",
+)  # fmt: skip
+ADAPTERS = (*OURS, "transformers and peft, compiled")
+ALL = tuple(dict.fromkeys((*DENSE, *ADAPTERS)))
+"""In the order in which they are measured."""
 
 
 def _mixture(layers: int, experts: int) -> ModelConfig:
@@ -63,19 +68,19 @@ def _mixture(layers: int, experts: int) -> ModelConfig:
 
 
 def models() -> dict[str, Model]:
-    """Return the models by name. At 18 bytes a parameter, each fits into 80 GB."""
+    """Return the models by name, first those without recent figures. At 18 bytes a parameter, each fits into 80 GB."""
     eight = partial(model, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=VOCAB)
     lora = LoRA(rank=16, alpha=32.0)
     return {
-        "1B": Model(model(16, 2048, 32, 8, 8192, VOCAB, SEQUENCE), 4, {}, ALL),
+        "8B with adapters (LoRA)": Model(
+            eight(layers=32, positions=SEQUENCE), 1, {"lora": lora}, ADAPTERS
+        ),
+        "1B": Model(model(16, 2048, 32, 8, 8192, VOCAB, SEQUENCE), 4, {}, DENSE),
         "3B": Model(
             model(28, 3072, 24, 8, 8192, VOCAB, SEQUENCE, tied=True), 1,
-            {"recompute": Recompute("selective")}, ALL,
+            {"recompute": Recompute("selective")}, DENSE,
         ),
-        "8 of the 32 layers of 8B": Model(eight(layers=8, positions=SEQUENCE), 2, {}, ALL),
-        "8B with adapters (LoRA)": Model(
-            eight(layers=32, positions=SEQUENCE), 1, {"lora": lora}, OURS[:2]
-        ),
+        "8 of the 32 layers of 8B": Model(eight(layers=8, positions=SEQUENCE), 2, {}, DENSE),
         "mixture of 4 layers, 64 experts": Model(_mixture(4, 64), 4, {}, WITHOUT_CORE),
     }  # fmt: skip
 
@@ -95,7 +100,11 @@ def small_models() -> dict[str, Model]:
     return found
 
 
-PACKAGES = {"transformers, compiled": "transformers", "megatron-core": "megatron-core"}
+PACKAGES = {
+    "transformers, compiled": "transformers",
+    "transformers and peft, compiled": "peft",
+    "megatron-core": "megatron-core",
+}
 """The package that a contender needs."""
 
 
@@ -116,7 +125,8 @@ def step_of(contender: str, chosen: Model, device: torch.device) -> Step:
     if contender == "megatron-core":
         return core_step(config, "bfloat16", rows, device)
     if contender.startswith("transformers"):
-        return transformers_step(config, "bfloat16", rows, device, compiled=True)
+        lora = chosen.options.get("lora")
+        return transformers_step(config, "bfloat16", rows, device, compiled=True, lora=lora)
     more: dict[str, Any] = {
         "megatron_lite": {},
         "megatron_lite, compiled": {"compile": True},

@@ -2,7 +2,8 @@
 
     python benchmarks/trainer.py single [--steps 15] [--tiny] [--mixture [fine-grained]] [--dtype float32|bfloat16] [--json]
     python benchmarks/trainer.py parallel [--steps 15] [--tiny] [--json]
-    python benchmarks/trainer.py gpu [MODEL ...] [--steps 15] [--limit-minutes 20] [--results FILE] [--tiny] [--json]
+    python benchmarks/trainer.py gpu [MODEL ...] [--steps 15] [--limit-minutes 20] [--minutes 9] [--continue] [--results FILE]
+                                     [--tiny] [--json]
 
 single: a Llama of 25 million parameters on the CPU, one process each. Contenders take turns, step by step, after two that
 don't count; medians of --steps rounds, and of the ratio within a round, which a shared machine disturbs least, by the clock and by
@@ -14,11 +15,13 @@ parallel: step time at TP2, PP2, DP2 on gloo, and the share of it in which a ran
 gpu: on one GPU, in bf16 and FP8, sequences of 4096: Llamas of 1B and 3B, 8 of the 32 layers of an 8B, the 8B with adapters, a small
 mixture; plain and compiled, beside transformers with torch.compile and Megatron core. Tokens/s, MFU against the data sheet's dense
 bf16 peak, and peak memory. on_gpu.py has the models; MODEL takes some of them. Each measurement has a process and a time limit. Its
-result is a line of FILE (build/trainer-gpu.jsonl) as soon as it is there, whatever happens to the others.
+result is a line of FILE (build/trainer-gpu.jsonl) as soon as it is there, whatever happens to the others. With --minutes, all of them end
+after this time. With --continue, measurements with a result in FILE are left out, and those that failed come last.
 """
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -238,9 +241,19 @@ SOFTWARE = (
 
 
 def gpu(
-    models: Sequence[str], steps: int, limit_s: float, results: Path, tiny: bool
+    models: Sequence[str],
+    steps: int,
+    limit_s: float,
+    total_s: float,
+    results: Path,
+    *,
+    continues: bool,
+    tiny: bool,
 ) -> dict[str, Any]:
-    """Measure each model and contender in a process of its own. models: their names; none: all."""
+    """Measure each model and contender in a process of its own. models: their names; none: all.
+
+    continues: measurements with a result in the file are left out.
+    """
     import measurements
     import on_gpu
 
@@ -255,16 +268,19 @@ def gpu(
         )
     script = str(ROOT / "benchmarks/on_gpu.py")
     commands = {
-        f"{name}: {contender}": [
+        f"{'tiny ' if tiny else ''}{name}: {contender}": [
             sys.executable, script, name, contender, "--steps", str(steps), *["--tiny"] * tiny,
         ]
         for name in models or known
         for contender in known[name].contenders
     }  # fmt: skip
+    if continues:
+        commands = measurements.without_result(commands, results)
+    measurements.exit_at_sigterm()
     print(f"results go to {results}", file=sys.stderr, flush=True)
     software = _software()
     measurements.append(results, {"software": software})
-    return {"software": software, **measurements.run_all(commands, limit_s, results)}
+    return {"software": software, **measurements.run_all(commands, limit_s, results, total_s)}
 
 
 def _software() -> dict[str, str]:
@@ -288,6 +304,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     add_mixture(parser)
     parser.add_argument("--limit-minutes", type=float, default=20, help="of one measurement")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of all measurements")
+    parser.add_argument("--continue", action="store_true", dest="continues")
     parser.add_argument("--results", type=Path, default=ROOT / "build/trainer-gpu.jsonl")
     for word in ("--tiny", "--keep", "--json"):
         parser.add_argument(word, action="store_true")
@@ -301,7 +319,13 @@ def main() -> None:
             "single": lambda: single(args.steps, args.tiny, args.dtype, args.mixture),
             "parallel": lambda: parallel(args.steps, args.tiny),
             "gpu": lambda: gpu(
-                args.rest, args.steps, 60 * args.limit_minutes, args.results, args.tiny
+                args.rest,
+                args.steps,
+                60 * args.limit_minutes,
+                60 * args.minutes,
+                args.results,
+                continues=args.continues,
+                tiny=args.tiny,
             ),
         }[args.what]()
         machine = f"{platform.machine()}, {os.cpu_count()} processors, torch {torch.__version__}"

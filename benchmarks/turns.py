@@ -15,8 +15,9 @@ Name = TypeVar("Name")
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that imports this checkout."""
-    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    """The environment of a process that imports this checkout, before the directories of the user's PYTHONPATH."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
 
 
 def answer(turn: Callable[[], Figures]) -> None:

@@ -14,6 +14,7 @@ OPTIONAL = {
     "mamba-ssm": "scans of Mamba 2",
     "causal-conv1d": "convolutions of mixers with a state",
     "fla-core": "delta rules",
+    "h5py": "rewards, reward models, BERT, T5 and Retro by commands",
 }
 """Packages that some tests need, and what these tests are about."""
 
@@ -27,8 +28,9 @@ def main() -> None:
         )
     count = torch.cuda.device_count()
     print(f"torch {torch.__version__}, {count} x {torch.cuda.get_device_name()}")
-    if count < 2:
-        print("skipped: two ranks on NCCL, which need two GPUs")
+    for size in (2, 4, 8):
+        if count < size:
+            print(f"skipped: {size} ranks on NCCL, which need {size} GPUs")
     for package, subject in OPTIONAL.items():
         try:
             print(f"{package} {metadata.version(package)}: {subject}")

@@ -1,9 +1,11 @@
 """Tests on a GPU: every small model and option against the CPU's losses, compiled layers, attention kernels, FP8,
-grouped products, offloaded activations, equal bits of two runs, saves through pinned memory, generation, preferences,
-and two ranks on NCCL."""
+grouped products, offloaded activations, equal bits of two runs, saves through pinned memory, generation with and without
+drafts, preferences, reward models, further objectives, and two, four and eight ranks on NCCL. test_rehearsal.py runs each
+test on a CPU."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, KIMI_DE
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
 from tests.trainer.loop.launches import LLAMA, MIXTRAL, metrics, train
-from tests.trainer.parallel.small import MODELS, Case, batches, make_engine
+from tests.trainer.parallel.small import MODELS, Case, batches
+from tests.trainer.parallel.small_rewards import RewardCase
+from tests.trainer.pretended_cuda import test_drafting as drafting
+from tests.trainer.pretended_cuda.steps import engine_of, score
 from tests.trainer.pretended_cuda.test_same_results import BF16, DROPOUT, FURTHER
 from tests.trainer.pretended_cuda.test_uses import generated, prefer, require_same_tokens
 
@@ -27,11 +32,12 @@ NEEDS_TE = pytest.mark.skipif(
     not has_transformer_engine(), reason="Transformer Engine is not installed"
 )
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+NCCL = "nccl"
 STEPS = 5
 
 
 def losses(case: Case, device: torch.device) -> list[float]:
-    engine = make_engine(case, device=device)
+    engine = engine_of(case, device=device)
     found = []
     for number in range(STEPS):
         own = [batch.to(device) for batch in batches(case, number)]
@@ -100,6 +106,48 @@ def test_preferences_are_learned_as_on_a_cpu() -> None:
     for row, wanted in zip(found, known, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
     assert found_losses == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gpt2", "mixtral"])
+def test_a_reward_model_learns_as_on_a_cpu(model: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    on_gpu, on_cpu = (score(RewardCase(model), device) for device in (GPU, CPU))
+    for found, expected in zip(on_gpu.losses, on_cpu.losses, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+    for figures, known in zip(on_gpu.figures, on_cpu.figures, strict=True):
+        # Scores near 0 are sums of larger numbers.
+        assert figures == pytest.approx(known, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("model", ["mimo", "further tokens"])
+def test_drafts_and_answers_are_those_of_a_cpu(model: str) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    weights = drafting.learned_weights(model)
+    found, expected = (
+        drafting.drafted_by(drafting.engine_of(model, weights, device)) for device in (GPU, CPU)
+    )
+    assert found == expected
+
+
+OBJECTIVES = ("hidden words", "hidden runs of words", "retrieved neighbours", "pairs", "scores of pairs", "rewards")  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_command_learns_what_it_learns_on_a_cpu(objective: str, tmp_path: Path) -> None:
+    # Here, as it needs h5py: without that package all tests of this file would be skipped.
+    from tests.trainer.pretended_cuda.test_commands import COMMANDS
+
+    command = COMMANDS[objective]
+    runs = []
+    for name, more in (("gpu", ""), ("cpu", "--distributed-backend gloo")):
+        directory = tmp_path / name
+        directory.mkdir()
+        command.write(directory)
+        train(directory, 1, f"{command.words} {more}")
+        runs.append([line["loss"] for line in metrics(directory)])
+    found, expected = runs
+    assert found
+    assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_muon_on_a_gpu_trains_as_on_a_cpu() -> None:
@@ -171,28 +219,42 @@ def saved_weights(checkpoint: Path, iteration: int) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.items() if tensor is not None}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"{LLAMA} --tp 2 --sequence-parallel",
-        f"{LLAMA} --pp 2",
-        f"{LLAMA} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-        f"{LLAMA} --data-parallel-sharding-strategy optim_grads --overlap-grad-reduce --overlap-param-gather",
-        f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce --overlap-param-gather",
-        f"{MIXTRAL} --ep 2",
-    ],
-    ids=["tensor", "pipeline", "data", "sharded gradients", "sharded parameters", "experts"],
-)
-def test_two_ranks_on_nccl_train_as_two_on_gloo(command: str, tmp_path: Path) -> None:
+OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
+GRADIENTS = f"--data-parallel-sharding-strategy optim_grads {OVERLAPPED}"
+PARAMETERS = f"--data-parallel-sharding-strategy optim_grads_params {OVERLAPPED}"
+ON_NCCL = {
+    "pipeline": (2, f"{LLAMA} --pp 2"),
+    "tensor": (2, f"{LLAMA} --tp 2 --sequence-parallel"),
+    "sharded parameters": (2, f"{LLAMA} {PARAMETERS}"),
+    "experts": (2, f"{MIXTRAL} --ep 2"),
+    "context, ring": (2, f"{LLAMA} --cp 2 --cp-comm-type p2p"),
+    "context, gathered": (2, f"{LLAMA} --cp 2 --cp-comm-type all_gather"),
+    "context, heads": (2, f"{LLAMA} --cp 2 --cp-comm-type a2a"),
+    "data": (2, f"{LLAMA} --use-distributed-optimizer {OVERLAPPED}"),
+    "sharded gradients": (2, f"{LLAMA} {GRADIENTS}"),
+    "tensor, interleaved pipeline": (4, f"{LLAMA} --tp 2 --sequence-parallel --pp 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "pipeline of four": (4, f"{LLAMA} --pp 4"),
+    "experts, sharded parameters": (4, f"{MIXTRAL} --ep 2 {PARAMETERS}"),
+    "tensor, pipeline, data": (8, f"{LLAMA} --tp 2 --sequence-parallel --pp 2 --use-distributed-optimizer {OVERLAPPED}"),
+    "tensor, context, sharded parameters": (8, f"{LLAMA} --tp 2 --sequence-parallel --cp 2 --cp-comm-type p2p {PARAMETERS}"),
+}  # fmt: skip
+"""(number of GPUs, command) by the kinds of parallelism."""
+
+
+def _on_enough_gpus(name: str) -> Any:
+    size = ON_NCCL[name][0]
+    few = torch.cuda.device_count() < size
+    return pytest.param(name, marks=pytest.mark.skipif(few, reason=f"fewer than {size} GPUs"))
+
+
+@pytest.mark.parametrize("name", [_on_enough_gpus(name) for name in ON_NCCL])
+def test_ranks_on_nccl_train_as_on_gloo(name: str, tmp_path: Path) -> None:
+    size, command = ON_NCCL[name]
     found = []
-    for backend in ("nccl", "gloo"):
-        train(
-            tmp_path / backend,
-            2,
-            f"pretrain {command} --train-iters 5 --distributed-backend {backend}",
-        )
-        found.append([line["loss"] for line in metrics(tmp_path / backend)])
+    for backend in (NCCL, "gloo"):
+        words = f"pretrain {command} --train-iters 5 --distributed-backend {backend}"
+        train(tmp_path / f"{backend}-{len(found)}", size, words)
+        found.append([line["loss"] for line in metrics(tmp_path / f"{backend}-{len(found)}")])
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 

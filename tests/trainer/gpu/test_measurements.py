@@ -1,6 +1,8 @@
 """The benchmark of a GPU on a machine without one: what fails, hangs or is missing ends no other measurement."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -45,7 +47,7 @@ def test_a_measurement_that_fails_or_hangs_ends_no_other(tmp_path: Path) -> None
     assert time.monotonic() - begun < 30
     assert found == {
         "fails": {"failed": "torch.OutOfMemoryError: no memory"},
-        "hangs": {"failed": "no result within 0.0333333 minutes"},
+        "hangs": {"failed": "no result within 0.0333 minutes"},
         "is silent": {"failed": "printed no result: hello"},
         "works": {"tokens_per_second": 5},
     }
@@ -66,11 +68,77 @@ def test_results_are_written_before_the_next_measurement_begins(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("scripts")
+def test_a_second_command_continues_with_failed_measurements_last(tmp_path: Path) -> None:
+    measurements = import_module("measurements")
+    results = tmp_path / "results.jsonl"
+    programs = {"fails": FAILS, "fails, then works": WORKS, "works": WORKS, "is new": WORKS}
+    commands = {name: [sys.executable, "-c", program] for name, program in programs.items()}
+    assert list(measurements.without_result(commands, results)) == list(commands)
+    failed = {name: [sys.executable, "-c", FAILS] for name in ("fails", "fails, then works")}
+    measurements.append(results, {"software": {}})
+    measurements.run_all(failed, 60.0, results)
+    left = measurements.without_result(commands, results)
+    assert list(left) == ["works", "is new", "fails", "fails, then works"]
+    measurements.run_all(
+        {name: left[name] for name in ("works", "fails, then works")}, 60.0, results
+    )
+    measurements.run_all({"works": failed["fails"]}, 60.0, results)
+    assert list(measurements.without_result(commands, results)) == ["is new", "fails"]
+
+
+@pytest.mark.usefixtures("scripts")
+def test_all_measurements_end_in_the_time_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measurements = import_module("measurements")
+    monkeypatch.setattr(measurements, "LEAST_S", 1.0)
+    results = tmp_path / "results.jsonl"
+    commands = {name: [sys.executable, "-c", HANGS] for name in ("first", "second")}
+    begun = time.monotonic()
+    found = measurements.run_all(commands, 600.0, results, total_s=2.0)
+    assert time.monotonic() - begun < 30
+    assert found["first"]["failed"].startswith("no result within 0.033")
+    assert list(found) == ["first"]
+    assert len(results.read_text().splitlines()) == 1
+
+
+def test_a_terminated_benchmark_keeps_its_results_and_ends_its_measurement(tmp_path: Path) -> None:
+    """A measurement that goes on would hold the memory of the GPU."""
+    results, pid = tmp_path / "results.jsonl", tmp_path / "pid"
+    hangs = f"import os, pathlib; pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n{HANGS}"
+    commands = {"works": [sys.executable, "-c", WORKS], "hangs": [sys.executable, "-c", hangs]}
+    program = (
+        "import pathlib, measurements; measurements.exit_at_sigterm(); "
+        f"measurements.run_all({commands!r}, 600.0, pathlib.Path({str(results)!r}))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as process:
+        while not (pid.is_file() and pid.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+    assert process.returncode
+    (line,) = results.read_text().splitlines()
+    assert json.loads(line)["tokens_per_second"] == 5
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.usefixtures("scripts")
+def test_a_measurement_finds_the_packages_of_the_users_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    path = import_module("turns").environment()["PYTHONPATH"]
+    assert path.split(os.pathsep) == [str(ROOT), str(tmp_path)]
+
+
+@pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         pytest.param((), "needs a CUDA device, and torch .* finds none", marks=WITHOUT_GPU),
-        (("7B", "--tiny"), "unknown model '7B'; take one of: 1B, 3B, "),
+        (("7B", "--tiny"), "unknown model '7B'; take one of: 8B with .*, 1B, 3B, "),
     ],
 )
 def test_the_benchmark_says_what_is_wrong(
@@ -84,7 +152,11 @@ def test_the_benchmark_says_what_is_wrong(
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize(
     ("contender", "package"),
-    [("megatron-core", "megatron-core"), ("transformers, compiled", "transformers")],
+    [
+        ("megatron-core", "megatron-core"),
+        ("transformers, compiled", "transformers"),
+        ("transformers and peft, compiled", "peft"),
+    ],
 )
 def test_a_missing_package_is_named(
     monkeypatch: pytest.MonkeyPatch, contender: str, package: str

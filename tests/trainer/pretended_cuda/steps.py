@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,18 +54,19 @@ class _Setup(NamedTuple):
     batches: Callable[..., list[Microbatch]]
 
 
-def _make_engine(case: Case, *, device: torch.device) -> Engine:
+def engine_of(case: Case, *, device: torch.device) -> Engine:
+    """Make a rank's engine, with fresh adapters if the case has some."""
     engine = make_engine(case, device=device)
     if engine.options.lora is not None:
         init_adapters(engine, seed=7)
     return engine
 
 
-_LANGUAGE_MODEL = _Setup(_make_engine, own_batches)
+_LANGUAGE_MODEL = _Setup(engine_of, own_batches)
 _REWARD_MODEL = _Setup(small_rewards.make_engine, small_rewards.own_batches)
 
 
-class _Trainer:
+class Trainer:
     """Trains on one device, and keeps the records of the second step and of an evaluation."""
 
     def __init__(
@@ -105,8 +107,8 @@ class _Trainer:
 def take_steps(_rank: int, case: Case) -> Steps:
     """Train on both devices."""
 
-    def run(device: torch.device, now: Record | None = None) -> _Trainer:
-        trainer = _Trainer(case, _LANGUAGE_MODEL, device, now)
+    def run(device: torch.device, now: Record | None = None) -> Trainer:
+        trainer = Trainer(case, _LANGUAGE_MODEL, device, now)
         trainer.train()
         trainer.close()
         return trainer
@@ -114,29 +116,32 @@ def take_steps(_rank: int, case: Case) -> Steps:
     return _steps(*_on_both(run))
 
 
+def score(
+    case: small_rewards.RewardCase, device: torch.device, now: Record | None = None
+) -> Trainer:
+    """Train a reward model and evaluate it on one device."""
+    trainer = Trainer(case, _REWARD_MODEL, device, now)
+    trainer.train()
+    trainer.evaluate()
+    trainer.close()
+    return trainer
+
+
 def take_scored_steps(_rank: int, case: small_rewards.RewardCase) -> Scored:
     """Train a reward model and evaluate it on both devices."""
-
-    def run(device: torch.device, now: Record | None = None) -> _Trainer:
-        trainer = _Trainer(case, _REWARD_MODEL, device, now)
-        trainer.train()
-        trainer.evaluate()
-        trainer.close()
-        return trainer
-
-    on_cpu, on_gpu = _on_both(run)
+    on_cpu, on_gpu = _on_both(partial(score, case))
     record = on_gpu.evaluation
     steps = _steps(on_cpu, on_gpu)
     return Scored(steps, on_cpu.figures, on_gpu.figures, dict(record.waits), dict(record.unpinned))
 
 
-def _on_both(run: Callable[..., _Trainer]) -> tuple[_Trainer, _Trainer]:
+def _on_both(run: Callable[..., Trainer]) -> tuple[Trainer, Trainer]:
     on_cpu = run(CPU)
     with PretendedGpu() as now, through_gloo():
         return on_cpu, run(GPU, now)
 
 
-def _steps(on_cpu: _Trainer, on_gpu: _Trainer) -> Steps:
+def _steps(on_cpu: Trainer, on_gpu: Trainer) -> Steps:
     record = on_gpu.second
     return Steps(
         on_cpu.losses,

@@ -33,12 +33,13 @@ class Drafted(NamedTuple):
     guesses: list[tuple[int, ...]]
 
 
-def _weights(name: str) -> dict[str, Any]:
+def learned_weights(name: str) -> dict[str, Any]:
     """Return the weights of a model that has learned that each token has one follower."""
     return {key: tensor.detach().clone() for _, key, tensor in learned(name).parameters()}
 
 
-def _engine(name: str, weights: dict[str, Any], device: torch.device) -> Engine:
+def engine_of(name: str, weights: dict[str, Any], device: torch.device) -> Engine:
+    """Make an engine that generates."""
     config = MODELS[name]
     layout = Layout(stage_layers=(config.layer_count,))
     grid = make_grid(layout, 1, device, experts=config.experts.count > 0)
@@ -49,7 +50,8 @@ def _engine(name: str, weights: dict[str, Any], device: torch.device) -> Engine:
     return engine
 
 
-def _drafted(engine: Engine) -> Drafted:
+def drafted_by(engine: Engine) -> Drafted:
+    """Return what a model with these weights generates with drafts."""
     model = DraftingModel(engine, SLOTS, LENGTH, DRAFTS)
     tokens = [answer.tokens for answer in generate(model, REQUESTS)]
     model.extend(READ)
@@ -57,12 +59,12 @@ def _drafted(engine: Engine) -> Drafted:
 
 
 def _draft_on_both(_rank: int, name: str) -> Any:
-    weights = _weights(name)
-    on_cpu = _engine(name, weights, CPU)
+    weights = learned_weights(name)
+    on_cpu = engine_of(name, weights, CPU)
     plain = [answer.tokens for answer in generate(EngineModel(on_cpu, SLOTS, LENGTH), REQUESTS)]
-    expected = _drafted(on_cpu)
+    expected = drafted_by(on_cpu)
     with PretendedGpu():
-        return plain, expected, _drafted(_engine(name, weights, GPU))
+        return plain, expected, drafted_by(engine_of(name, weights, GPU))
 
 
 @pytest.mark.slow
@@ -82,7 +84,7 @@ def _copies(_rank: int, name: str) -> list[int]:
     """Return the copies from pageable memory of one draft, and of DRAFTS drafts."""
     found = []
     with PretendedGpu() as record:
-        engine = _engine(name, _Zeros(), GPU)
+        engine = engine_of(name, _Zeros(), GPU)
         for count in (1, DRAFTS):
             model = DraftingModel(engine, SLOTS, LENGTH, DRAFTS)
             model.extend(READ)
