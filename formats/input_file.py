@@ -99,7 +99,7 @@ class InputFile:
         """The `count` bytes from offset on. Raises CorruptCheckpoint if the file is shorter."""
         if offset < 0 or count < 0 or offset + count > self.size:
             raise CorruptCheckpoint(
-                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}",
+                f"{self.path}: {count} bytes at {offset} were expected, but the file has {self.size}; is the copy complete?",
                 code="truncated-file",
             )
         if self._partial is not None:

@@ -13,6 +13,8 @@ from megaconv.errors import UsageError
 _URI = re.compile(r"\s*([A-Za-z][A-Za-z0-9+._-]+):/")
 """Matches a URI with one slash too, because a Path reduces two slashes to one. A Windows drive has only one letter.
 Spaces may precede the URI, as in a badly quoted variable."""
+_REMEDIES = {"hf": "`hf download` makes a local copy, `megaconv push` puts a directory on the Hub"}
+"""The way from and to a local path, of schemes that can't be mounted."""
 _PAGE = b"<!doctype html"
 """The first bytes of a page."""
 
@@ -51,7 +53,8 @@ def local_word(word: str) -> str:
     """The word unchanged: a path, or another value that must not be a URI. Raises UsageError for a URI."""
     match = _URI.match(word)
     if match is not None:
-        raise UsageError(
-            f"{word}: is a URI, and only a local path can be given here; mount {match[1]}:// as a directory, or copy it from or to one"
+        remedy = _REMEDIES.get(
+            match[1], f"mount {match[1]}:// as a directory, or copy it from or to one"
         )
+        raise UsageError(f"{word}: is a URI, and only a local path can be given here; {remedy}")
     return word

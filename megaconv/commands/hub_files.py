@@ -47,7 +47,8 @@ def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
             if top not in real.parents and real.parent.name != "blobs":
                 # Links to `blobs` are those of the Hub's own cache.
                 raise UnsafeContent(
-                    f"{file}: is a link to {real}, outside of the directory that is pushed"
+                    f"{file}: is a link to {real}, outside of the directory that is pushed; put the file itself there, "
+                    "or --exclude it"
                 )
             if not real.is_file():
                 raise UsageError(f"{file}: is not a regular file")

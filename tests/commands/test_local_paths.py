@@ -47,6 +47,11 @@ def test_a_uri_is_refused_as_text_and_as_the_path_that_was_made_of_it(uri: str) 
         assert len(str(found.value)) < 200
 
 
+def test_the_remedy_for_the_hub_is_a_download_or_a_push() -> None:
+    with pytest.raises(UsageError, match="`hf download` makes a local copy, `megaconv push` puts"):
+        local_path("hf://org/model")
+
+
 @pytest.mark.parametrize(
     "path",
     [

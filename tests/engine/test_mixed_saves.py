@@ -130,6 +130,14 @@ def test_an_iteration_that_differs_from_its_directory_is_refused_with_both_names
     megaconv.open(renamed(two_files, "iter_0000006"))
 
 
+def test_a_renamed_release_gets_the_name_of_a_release(two_files: Path) -> None:
+    edit(rank_paths(two_files), iteration=0)
+    remedy = "name it release again and write release into latest_checkpointed_iteration.txt"
+    with pytest.raises(CorruptCheckpoint, match=remedy):
+        megaconv.open(two_files)
+    megaconv.open(renamed(two_files, "release"))
+
+
 @pytest.mark.parametrize("kind", DISTRIBUTED)
 def test_the_common_state_of_another_iteration_is_refused(kind: str, tmp_path: Path) -> None:
     source = real(DISTRIBUTED[kind], tmp_path)

@@ -378,3 +378,11 @@ def test_shards_keep_the_order_and_stay_below_the_limit(sizes: list[int], limit:
     for members in shards:
         total = sum(shape[0] for _, shape, _ in members)
         assert total <= limit or len([shape for _, shape, _ in members if shape[0]]) == 1
+
+
+@pytest.mark.parametrize("size", [0, 6])
+def test_a_file_that_ends_in_its_first_number_asks_for_a_complete_copy(
+    tmp_path: Path, size: int
+) -> None:
+    (tmp_path / "x").write_bytes(bytes(size))
+    assert_broken(tmp_path / "x", f"but the file has {size}; is the copy complete?")

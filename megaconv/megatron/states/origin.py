@@ -48,10 +48,11 @@ def require_iteration(version: Path, file: Path, iteration: object) -> None:
     named = re.fullmatch(r"iter_(\d{7,18})", version.name)
     if named is None or not _is_iteration(iteration) or int(named[1]) == iteration:
         return
-    name = iteration_directory(iteration)
+    # Megatron has no iteration 0. Files of a `release` say 0.
+    name, tracked = (iteration_directory(iteration), iteration) if iteration else ("release",) * 2
     raise CorruptCheckpoint(
         f"{file}: is of iteration {iteration}, its directory {version.name} of iteration {int(named[1])}. If the directory was "
-        f"renamed, name it {name} again and write {iteration} into {TRACKER}; else copy the whole checkpoint again",
+        f"renamed, name it {name} again and write {tracked} into {TRACKER}; else copy the whole checkpoint again",
         code="mixed-iterations",
     )
 
