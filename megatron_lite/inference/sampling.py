@@ -14,7 +14,9 @@ from megaconv.errors import UsageError
 from megatron_lite.models.rng import mix
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this bound chooses the likeliest token, as in vLLM. Logits divided by it may overflow."""
+"""A temperature below this bound chooses the likeliest token. Logits divided by it may overflow."""
+LEAST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY = 1e-3, 1e3
+"""Logits multiplied or divided by a value beyond these bounds may overflow."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ class Sampling:
             (not 0 < self.top_p <= 1, f"top_p {self.top_p} must be above 0 and at most 1"),
             (not 0 <= self.min_p <= 1, f"min_p {self.min_p} must be from 0 to 1"),
             (
-                not self.repetition_penalty > 0,
-                f"repetition_penalty {self.repetition_penalty} must be above 0",
+                not LEAST_REPETITION_PENALTY
+                <= self.repetition_penalty
+                <= LARGEST_REPETITION_PENALTY,
+                f"repetition_penalty {self.repetition_penalty} must be from {LEAST_REPETITION_PENALTY:g} to {LARGEST_REPETITION_PENALTY:g}",
             ),
         ):
             if wrong:

@@ -11,7 +11,11 @@ from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.inference.requests import Request, check
-from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.sampling import (
+    LARGEST_REPETITION_PENALTY,
+    LEAST_REPETITION_PENALTY,
+    Sampling,
+)
 from megatron_lite.inference.server.answer_form import (
     form_of,
     harmony_form_of,
@@ -165,7 +169,7 @@ def _shared(
     sampling = Sampling(
         fields.number("temperature", usual.temperature, 0, 100), fields.integer("top_k", usual.top_k, 0, opened.config.vocab),
         max(fields.number("top_p", usual.top_p, 0, 1), _SMALLEST_TOP_P),
-        fields.number("repetition_penalty", usual.repetition_penalty, 1e-3, 1e3),
+        fields.number("repetition_penalty", usual.repetition_penalty, LEAST_REPETITION_PENALTY, LARGEST_REPETITION_PENALTY),
         secrets.randbits(62) if seed is None else seed,
         fields.number("presence_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),
         fields.number("frequency_penalty", 0.0, -LARGEST_PENALTY, LARGEST_PENALTY),

@@ -119,7 +119,7 @@ def test_log_probabilities_are_of_the_raw_logits() -> None:
     "settings",
     [
         {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"min_p": -0.1},
-        {"min_p": 1.1}, {"repetition_penalty": 0},
+        {"min_p": 1.1}, {"repetition_penalty": 0}, {"repetition_penalty": 1e-40}, {"repetition_penalty": float("inf")},
     ],
 )  # fmt: skip
 def test_impossible_sampling_settings_are_refused(settings: dict[str, float]) -> None:
