@@ -84,14 +84,13 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         planned = plan_ranks(header, options, layout, style, transformer_impl=implementation)
         _warn(() if hybrid else release_notices(config, release))
     if FOR not in options.extra:
-        _warn(script_notices(config))
+        _warn((*script_notices(config), *embedding_notices(config)))
     if layout.tp > config.attention.kv_heads:
         _log.warning(
             "kv_heads = %d, fewer than tp = %d: several tensor ranks share a key/value head, which Megatron core supports from 0.16 on",
             config.attention.kv_heads,
             layout.tp,
         )
-    _warn(embedding_notices(config))
     return replace(planned, notices=(*planned.notices, *core_notices(config)))
 
 

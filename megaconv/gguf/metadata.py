@@ -13,6 +13,7 @@ from typing import Any
 
 from formats.gguf import Value
 from formats.lazy_numpy import Floats, np
+from formats.wording import counted
 from megaconv.errors import NotExpressible
 from megaconv.families.parts.latent_attention import LATENT_EPSILON
 from megaconv.gguf.architectures import BY_FAMILY, numbers_of
@@ -171,7 +172,7 @@ def _require_latent_expressible(config: ModelConfig) -> None:
         )
     if config.latent.q_rank and config.layer_count in _LITE_LAYERS:
         raise NotExpressible(
-            f"--saver gguf: the model has {config.layer_count} layers and queries of a latent vector (q_lora_rank "
+            f"--saver gguf: the model has {counted(config.layer_count, 'layer')} and queries of a latent vector (q_lora_rank "
             f"{config.latent.q_rank}); llama.cpp takes deepseek2 models of {' or '.join(map(str, _LITE_LAYERS))} layers for V2 Lite, "
             "which has none"
         )

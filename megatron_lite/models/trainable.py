@@ -3,6 +3,7 @@
 Only one refusal is elsewhere: `plan` refuses runs that it can't describe (planning/command.py).
 """
 
+from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -297,9 +298,10 @@ def _check_two_stacks(config: ModelConfig) -> None:
     if config.positions.kind == "relative":
         raise NotExpressible("the model has relative positions, which can't be trained yet")
     if config.encoder.layers != config.layer_count:
+        encoder = counted(config.encoder.layers, "layer")
         raise NotExpressible(
-            f"the model has {config.encoder.layers} layers in its encoder and {config.layer_count} in its decoder; what can be trained has "
-            "as many in both, as Megatron core's"
+            f"the model has {encoder} in its encoder and {config.layer_count} in its decoder; what can be trained has as many in both, as "
+            "Megatron core's"
         )
 
 

@@ -136,9 +136,10 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_gemma_3_names_its_window_its_pattern_its_ropes_and_its_projector(
-    gemma: Path, tmp_path: Path
+    gemma: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     megaconv.convert(gemma, tmp_path / "out", **FOR_BRIDGE, tp=2)
+    assert "the embedding is scaled" not in caplog.text  # Bridge's provider scales it
     model = yaml.safe_load((tmp_path / "out" / VERSION / "run_config.yaml").read_text())["model"]
     assert model["_target_"].endswith("gemma3_vl_provider.Gemma3VLModelProvider")
     assert model["transformer_layer_spec"]["_target_"].endswith("gemma3_layer_spec")

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from formats.wording import counted
 from megaconv.errors import LayoutError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks, uneven_splits
@@ -64,7 +65,8 @@ def _choose_stacks(
     if split_rank is None:
         split_rank = source.split_rank if pp == source.pp else 0
     ep, etp = _expert_sizes(config, source, tp, options)
-    stacks = f"{config.encoder.layers} layers of an encoder and {config.layer_count} of a decoder"
+    of_encoder = counted(config.encoder.layers, "layer")
+    stacks = f"{of_encoder} of an encoder and {config.layer_count} of a decoder"
     vpp = options.vpp or 1
     if pp == 1 and not split_rank:
         layers = split_layers(config.layer_count, 1, vpp, options.split)
