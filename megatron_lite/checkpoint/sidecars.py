@@ -1,5 +1,6 @@
 """Collects the files that accompany a checkpoint: config.json, which names the family, and the tokenizer for an export."""
 
+import json
 import tempfile
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -10,7 +11,15 @@ from megaconv.errors import NotExpressible
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
-from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.data.beside import CONFIG
+from megatron_lite.data.tokenizer import (
+    BERT_TYPES,
+    LOWER_CASE,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    bert_config,
+    type_of_files,
+)
 from megatron_lite.settings.learning import Data
 
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -56,9 +65,7 @@ def sidecars(
 def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files of the tokenizer that the flags name, or {} if no flag names one."""
     if data.vocab_file:
-        name = "vocab.json" if data.merge_file else "vocab.txt"
-        merges = {"merges.txt": read_sidecar(Path(data.merge_file))} if data.merge_file else {}
-        return {name: read_sidecar(Path(data.vocab_file)), **merges}
+        return _vocabulary_files(data, Path(data.vocab_file))
     if data.tokenizer_model is None:
         return {}
     place = Path(data.tokenizer_model)
@@ -82,6 +89,18 @@ def tokenizer_files(data: Data, tokenizer: Tokenizer) -> dict[str, bytes]:
             for path in sorted(Path(directory).iterdir())
             if path.is_file()
         }
+
+
+def _vocabulary_files(data: Data, vocabulary: Path) -> dict[str, bytes]:
+    """Return the files of --vocab-file, under the names that transformers has for them."""
+    content = read_sidecar(vocabulary)
+    if data.merge_file:
+        return {"vocab.json": content, "merges.txt": read_sidecar(Path(data.merge_file))}
+    kind = data.tokenizer_type or type_of_files(None, data.vocab_file, None)
+    if kind not in BERT_TYPES:
+        return {"vocab.txt": content}
+    config = json.dumps(bert_config(lower=kind == LOWER_CASE), indent=2)
+    return {"vocab.txt": content, CONFIG: config.encode()}
 
 
 def _says_something_else(name: str) -> bool:

@@ -5,6 +5,7 @@
   special tokens and the chat template.
 - `vocab.json` and `merges.txt` don't define how a text is split into words. transformers takes the rule from the class
   in one of the configurations. Without configurations, GPT-2's rule is used.
+- `vocab.txt` of BERT needs `tokenizer_config.json`, which says whether texts become lower case.
 """
 
 import re
@@ -58,6 +59,8 @@ def tokenizer_beside(files: Mapping[str, Path]) -> Tokenizer | None:
         return _sentencepiece(files["tokenizer.model"], configured=CONFIG in files)
     if "vocab.json" in files and "merges.txt" in files:
         return _byte_level(files["vocab.json"], files["merges.txt"], configured=CONFIG in files)
+    if "vocab.txt" in files and CONFIG in files:
+        return HuggingFaceTokenizer(str(files["vocab.txt"].parent))
     if "tekken.json" in files:
         raise UsageError(
             f"{files['tekken.json']}: Mistral's Tekken tokenizer can't be read; {REMEDY}"

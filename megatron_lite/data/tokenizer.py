@@ -19,7 +19,8 @@ from megatron_lite.data.chinese_tokenizer import ChineseTokenizer
 from megatron_lite.data.packages import package
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
-BERT_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
+LOWER_CASE = "BertWordPieceLowerCase"
+BERT_TYPES = (LOWER_CASE, "BertWordPieceCase")
 TYPES = (
     "GPT2BPETokenizer",
     *SENTENCEPIECE_TYPES,
@@ -77,13 +78,18 @@ class Tokenizer(Protocol):
         ...
 
 
+def bert_config(*, lower: bool) -> dict[str, object]:
+    """Return the tokenizer_config.json of a vocab.txt of BERT, which itself doesn't say whether texts become lower case."""
+    return {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
+
+
 def type_of_files(model: str | None, vocab_file: object, merge_file: object) -> str | None:
     """Return the type of a tokenizer of which only files are given, or None if there are none.
 
     The arguments are the values of --tokenizer-model, --vocab-file and --merge-file.
     """
     if vocab_file:
-        return "GPT2BPETokenizer" if merge_file else "BertWordPieceLowerCase"
+        return "GPT2BPETokenizer" if merge_file else LOWER_CASE
     if model is None:
         return None
     is_sentencepiece = model.endswith(".model") and Path(model).is_file()
@@ -103,7 +109,7 @@ def build_tokenizer(options: TokenizerOptions) -> Tokenizer:
         merges = _file(options, "merge_file")
         return _gpt2(vocabulary, merges)
     if kind in BERT_TYPES:
-        lower = kind == "BertWordPieceLowerCase"
+        lower = kind == LOWER_CASE
         vocabulary = _file(options, "vocab_file")
         return _bert(vocabulary, options.extra_ids, lower=lower)
     if kind == "EncDecTokenizer":

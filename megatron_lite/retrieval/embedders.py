@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaconv.errors import UsageError
+from megatron_lite.data.tokenizer import bert_config
 from megatron_lite.retrieval.embedder import TextEmbedder
 from megatron_lite.retrieval.encoder_embedder import EncoderEmbedder
 from megatron_lite.retrieval.hash_embedder import WIDTH, HashEmbedder
@@ -88,7 +89,7 @@ def _in_hugging_faces_form(checkpoint: Path, options: EmbedderOptions) -> Path:
         )
     if not options.vocab_file.is_file():
         raise UsageError(f"{options.vocab_file}: no such file; a BERT's vocab.txt was expected")
-    content = {"tokenizer_class": "BertTokenizer", "do_lower_case": options.lower_case}
-    (made / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
+    content = json.dumps(bert_config(lower=options.lower_case))
+    (made / "tokenizer_config.json").write_text(content, encoding="utf-8")
     shutil.copy(options.vocab_file, made / "vocab.txt")
     return made

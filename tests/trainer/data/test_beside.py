@@ -8,9 +8,10 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.restore import open_weights
-from megatron_lite.checkpoint.sidecars import sidecars
+from megatron_lite.checkpoint.sidecars import sidecars, tokenizer_files
 from megatron_lite.data.beside import tokenizer_beside, tokenizer_of
 from megatron_lite.data.tokenizer import (
+    BERT_TYPES,
     HuggingFaceTokenizer,
     Tokenizer,
     TokenizerOptions,
@@ -18,7 +19,7 @@ from megatron_lite.data.tokenizer import (
 )
 from megatron_lite.settings.learning import Data
 from tests.conftest import FIXTURES
-from tests.trainer.data.vocabularies import TEXTS, gpt2_files, sentencepiece_model
+from tests.trainer.data.vocabularies import TEXTS, bert_vocabulary, gpt2_files, sentencepiece_model
 
 LLAMA = Path(__file__).parents[2] / "fixtures" / "gguf-llama-spm" / "hf"
 
@@ -137,3 +138,21 @@ def test_the_tokenizer_inside_a_gguf_file_is_that_of_the_original_and_is_saved_w
         (tmp_path / file).write_bytes(content)
     saved = HuggingFaceTokenizer(str(tmp_path))
     assert [saved.tokenize(text) for text in TEXTS] == expected
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", BERT_TYPES)
+def test_a_saved_vocabulary_of_bert_says_whether_texts_become_lower_case(
+    kind: str, tmp_path: Path
+) -> None:
+    vocabulary = bert_vocabulary(tmp_path / "bert")
+    own = build_tokenizer(TokenizerOptions(kind, vocab_file=vocabulary))
+    data = Data(tokenizer_type=kind, vocab_file=str(vocabulary))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name, content in tokenizer_files(data, own).items():
+        (saved / name).write_bytes(content)
+    found = beside(saved)
+    assert found is not None
+    assert [found.tokenize(text) for text in TEXTS] == [own.tokenize(text) for text in TEXTS]
+    assert (found.eod, found.pad) == (own.eod, own.pad)
