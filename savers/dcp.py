@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 from formats.distcp_files import DistcpFiles
 from formats.output import FileLayout, PlainFile
-from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
+from megaconv.engine.plan import (
+    OutputPlan,
+    Placement,
+    Zeros,
+    add_placements,
+    native_dtype,
+    padding_of,
+)
 from megaconv.engine.sidecars import small_files
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import Family, family
@@ -29,6 +36,7 @@ from megaconv.model.table import expressible
 from megaconv.options import SaveOptions
 from megaconv.pytorch import groups, titan_biases, titan_names
 from megaconv.pytorch.dcp_output import CONTAINERS, output_optimizer
+from megaconv.pytorch.stacked_experts import require_stackable
 from megaconv.pytorch.titan_rows import with_titan_names
 from megaconv.saver import Saver
 
@@ -52,17 +60,21 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     config = with_asked_class(header.config, options.extra.get(HEAD))
     names = options.extra.get("names", "transformers")
     naming = _naming(table, names)
+    if naming == HF_STACKED:
+        require_stackable(config, "--option names=transformers keeps them")
     config_json = table.config_json(config, header.training.arguments)
     files: dict[str, FileLayout] = {CONFIG_NAME: PlainFile(config_json)}
     files |= small_files(header)
     stored = DistcpFiles(options.files or 1)
     placements: dict[Key, list[Placement]] = {}
+    zeros: list[Zeros] = []
     natives = _natives(header, table, naming, names)
     for name, native in natives.items():
         dtype = native_dtype(header, native)
         start = (0,) * len(native.shape)
         file, record = stored.add_chunk(name, native.shape, dtype, start, native.shape)
         add_placements(placements, header, native, file, record)
+        zeros += padding_of(header, native, file, record)
     if naming == TITAN:
         titan_biases.add_zeros(stored, header.config)
     optimizer = output_optimizer(header, is_titans=names in _TITANS)
@@ -71,9 +83,9 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         fused = _FUSED.get(naming) if names == _FUSES else None
         trained = natives if fused is None else _natives(header, table, fused, names)
         own = {name: native for name, native in trained.items() if native.copy is None}
-        notices = optimizer.add(stored, own, placements)
+        notices = optimizer.add(stored, own, placements, zeros)
     layouts = stored.layouts(nested_keys=True, containers=CONTAINERS)
-    return OutputPlan(files | layouts, placements, notices=notices)
+    return OutputPlan(files | layouts, placements, zeros, notices=notices)
 
 
 def _natives(header: Header, table: Family, naming: Naming, names: str) -> dict[str, NativeTensor]:

@@ -14,6 +14,7 @@ from megaconv.model.naming import HF, HF_STACKED
 from megaconv.model.natives import unsharded_tensors
 from megaconv.options import SaveOptions
 from megaconv.pytorch import groups
+from megaconv.pytorch.stacked_experts import require_stackable
 from megaconv.pytorch.universal_output import UniversalOutput
 from megaconv.saver import Saver
 
@@ -36,6 +37,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             raise UsageError(
                 f"--option {option}={value}: is not known; choose {' or '.join(known)}"
             )
+    if experts == "stacked":
+        require_stackable(config, "--option experts=separate keeps them")
     natives = {
         native.name: native
         for native in unsharded_tensors(table.rows, config, _EXPERTS[experts])
@@ -46,7 +49,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files |= small_files(header)
     output = UniversalOutput(header, natives, steps_are_numbers=adam == "deepspeed")
     notices = output.plan()
-    return OutputPlan(files | output.files, output.placements, notices=notices)
+    return OutputPlan(files | output.files, output.placements, output.zeros, notices=notices)
 
 
 SAVER = Saver(

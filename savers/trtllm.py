@@ -9,8 +9,14 @@ from collections.abc import Iterator
 
 from formats.output import FileLayout, PlainFile
 from formats.safetensors import SafetensorsLayout
-from formats.tensor import ITEMSIZE, matrix_shape
-from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
+from megaconv.engine.plan import (
+    OutputPlan,
+    Placement,
+    Zeros,
+    add_placements,
+    native_dtype,
+    padding_of,
+)
 from megaconv.engine.sidecars import small_files
 from megaconv.errors import UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -68,14 +74,14 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     files: dict[str, FileLayout] = {**small_files(header)}
     files[CONFIG_NAME] = PlainFile(config_json(config, layout, _quantization(options)))
     placements: dict[Key, list[Placement]] = {}
-    zeros: list[tuple[str, str, int, int]] = []
+    zeros: list[Zeros] = []
     for rank, natives in enumerate(_ranks(header, layout)):
         file = rank_file(rank)
         tensors = {native.name: (native.shape, native_dtype(header, native)) for native in natives}
         files[file] = SafetensorsLayout(tensors, rank_metadata(rank, layout.tp * layout.pp))
         for native in natives:
             add_placements(placements, header, native, file, native.name)
-            zeros += _padding(header, native, file)
+            zeros += padding_of(header, native, file, native.name)
     return OutputPlan(files, placements, zeros, notices=_notices(options))
 
 
@@ -99,17 +105,6 @@ def _ranks(header: Header, layout: Layout) -> Iterator[list[NativeTensor]]:
                 if native.copy is None or native.copy.written:
                     found += with_scales(native, header)
             yield found
-
-
-def _padding(
-    header: Header, native: NativeTensor, file: str
-) -> Iterator[tuple[str, str, int, int]]:
-    """Yield the stretch of zeros behind the vocabulary."""
-    if native.padding_rows:
-        rows, cols = matrix_shape(native.shape)
-        row_bytes = cols * ITEMSIZE[native_dtype(header, native)]
-        filled = rows - native.padding_rows
-        yield file, native.name, filled * row_bytes, native.padding_rows * row_bytes
 
 
 def _quantization(options: SaveOptions) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +87,21 @@ def add_placements(
         placements.setdefault(Key(name, slot), []).append(placement)
 
 
+Zeros = tuple[str, str, int, int]
+"""(file, record, offset in the record, bytes) of a stretch that stays zero."""
+
+
+def padding_of(
+    header: Header, native: NativeTensor, file: str, record: str, slot: str = WEIGHT
+) -> Iterator[Zeros]:
+    """Yield the stretch of a native tensor's padding rows, if it has any."""
+    if native.padding_rows:
+        rows, cols = matrix_shape(native.shape)
+        row_bytes = cols * ITEMSIZE[native_dtype(header, native, slot)]
+        filled = rows - native.padding_rows
+        yield file, record, filled * row_bytes, native.padding_rows * row_bytes
+
+
 @dataclass(frozen=True)
 class OutputPlan:
     """A complete output.
@@ -97,8 +112,7 @@ class OutputPlan:
     files: Mapping[str, FileLayout]
     """File layouts by path below the target."""
     placements: Mapping[Key, Sequence[Placement]]
-    zeros: Sequence[tuple[str, str, int, int]] = ()
-    """(file, record, offset in the record, bytes) of the stretches that stay zero."""
+    zeros: Sequence[Zeros] = ()
     notices: Sequence[str] = ()
     """Notices for the user: for example, what was left out, and what to do about it."""
     from_base: Sequence[str] = ()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from formats.distcp_files import DistcpFiles
 from formats.pickle_writer import Constant
-from megaconv.engine.plan import Placement, add_placements
+from megaconv.engine.plan import Placement, Zeros, add_placements, padding_of
 from megaconv.model.ir import Header, Key
 from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, OptimizerState, TorchGroups, TrainingState
@@ -43,7 +43,7 @@ class OutputOptimizer(NamedTuple):
     """True for torchtitan's names."""
 
     def add(
-        self, stored: DistcpFiles, natives: Mapping[str, NativeTensor], placements: dict[Key, list[Placement]]
+        self, stored: DistcpFiles, natives: Mapping[str, NativeTensor], placements: dict[Key, list[Placement]], zeros: list[Zeros]
     ) -> tuple[str, ...]:  # fmt: skip
         """Add everything to the files. natives: the model's tensors by the name that they have there.
 
@@ -54,14 +54,14 @@ class OutputOptimizer(NamedTuple):
             index = group_of(native, self.groups, self.header)
             if index is not None:
                 counts[index] += 1
-                self._add_parameter(stored, name, native, placements)
+                self._add_parameter(stored, name, native, placements, zeros)
                 for setting, value in self._settings(index).items():
                     stored.add_object(f"optimizer.param_groups.{name}.{setting}", value)
         self._add_progress(stored)
         return (WEIGHTS_TRAINED, *self._notices(counts))
 
     def _add_parameter(
-        self, stored: DistcpFiles, name: str, native: NativeTensor, placements: dict[Key, list[Placement]]
+        self, stored: DistcpFiles, name: str, native: NativeTensor, placements: dict[Key, list[Placement]], zeros: list[Zeros]
     ) -> None:  # fmt: skip
         state = f"optimizer.state.{name}"
         steps = Constant((), "float32", struct.pack("<f", self.state.step or 0))
@@ -72,6 +72,7 @@ class OutputOptimizer(NamedTuple):
                 f"{state}.{slot}", native.shape, "float32", corner, native.shape
             )
             add_placements(placements, self.header, native, file, record, slot)
+            zeros += padding_of(self.header, native, file, record, slot)
 
     def _settings(self, index: int) -> dict[str, Any]:
         group = self.groups.groups[index]

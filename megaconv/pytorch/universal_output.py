@@ -26,7 +26,7 @@ from formats.torch_zip import TorchZipLayout
 from formats.zero_partitions import LATEST
 from formats.zero_universal import FILES, FOLDER, GROUPS
 from formats.zero_universal import LATEST as LATEST_UNIVERSAL
-from megaconv.engine.plan import Placement, add_placements, native_dtype
+from megaconv.engine.plan import Placement, Zeros, add_placements, native_dtype, padding_of
 from megaconv.errors import NotExpressible
 from megaconv.model.ir import WEIGHT, Header, Key
 from megaconv.model.natives import NativeTensor
@@ -53,6 +53,7 @@ class UniversalOutput:
     """True for DeepSpeed's own Adam, which counts steps in numbers. torch's counts them in tensors."""
     files: dict[str, FileLayout] = field(default_factory=dict)
     placements: dict[Key, list[Placement]] = field(default_factory=dict)
+    zeros: list[Zeros] = field(default_factory=list)
     _layouts: dict[tuple[str, Shape], TorchZipLayout] = field(default_factory=dict)
     """Plans of the files that are laid out alike."""
 
@@ -100,8 +101,12 @@ class UniversalOutput:
             path = f"{folder}/{file}"
             root = file.removesuffix(".pt")
             self.files[path] = self._tensor_file(root, native.shape)
-            add_placements(self.placements, self.header, native, path, _RECORD, held)
+            self._place(native, path, _RECORD, held)
         self.files[f"{folder}/step.pt"] = torch_zip.plan(self._step(state), "step")
+
+    def _place(self, native: NativeTensor, file: str, record: str, slot: str = WEIGHT) -> None:
+        add_placements(self.placements, self.header, native, file, record, slot)
+        self.zeros.extend(padding_of(self.header, native, file, record, slot))
 
     def _tensor_file(self, root: str, shape: Shape) -> TorchZipLayout:
         if (root, shape) not in self._layouts:
@@ -136,7 +141,7 @@ class UniversalOutput:
         path = f"{directory}/{MODEL_FILE}.pt"
         for name, native in self.natives.items():
             module[name] = Placeholder(name, native.shape, native_dtype(self.header, native))
-            add_placements(self.placements, self.header, native, path, name)
+            self._place(native, path, name)
         run = self._progress(shapes, groups)
         self.files[path] = torch_zip.plan({"module": module, **run}, MODEL_FILE)
         if shapes:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, NotExpressible
 from megaconv.families import family
 from megaconv.model.meaning import lost_fields
 from tests.families.test_published_models import PUBLISHED
@@ -106,6 +106,40 @@ def test_an_adapter_of_the_second_attention_is_merged(source: Path, tmp_path: Pa
     assert {key for key in before if not torch.equal(before[key], after[key])} == {
         f"{module}.weight"
     }
+
+
+@pytest.fixture
+def published(source: Path, tmp_path: Path) -> Path:
+    return write(tmp_path / "published", published_form(source), source)
+
+
+STACKED = [("deepspeed", {}, "experts=separate"), ("dcp", {"names": "transformers-stacked"}, "names=transformers")]  # fmt: skip
+
+
+@pytest.mark.oracle
+def test_a_module_of_transformers_loads_all_experts_with_rows_of_zeros_behind_them(
+    source: Path, published: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(published, tmp_path / "ds", saver="deepspeed", verify=True)
+    file = tmp_path / "ds" / "global_step0" / "mp_rank_00_model_states.pt"
+    held = torch.load(file, weights_only=True)["module"]
+    model = load(source)
+    whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert model.load_state_dict(held, strict=False).unexpected_keys == []
+    for name, tensor in held.items():
+        filled = len(tensor) if not name.endswith("gate_up_proj") else model.config.n_routed_experts
+        assert torch.equal(tensor[:filled], whole[name][:filled])
+        assert not tensor[filled:].any()
+
+
+@pytest.mark.parametrize(("saver", "options", "remedy"), STACKED)
+def test_a_tensor_of_all_experts_holds_the_published_model_and_no_stored_idle_experts(
+    saver: str, options: dict[str, str], remedy: str, source: Path, published: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(published, tmp_path / "out", saver=saver, options=options, verify=True)
+    with pytest.raises(NotExpressible, match=f"experts that compute nothing.*{remedy} keeps them"):
+        megaconv.convert(source, tmp_path / "other", saver=saver, options=options)
+    assert not (tmp_path / "other").exists()
 
 
 def test_keys_that_transformers_adds_say_the_same() -> None:
