@@ -185,6 +185,20 @@ def converted(source: Path, *options: str) -> Make:
     return lambda target: run("convert", source, target, *options)
 
 
+def saved(iteration: int) -> Make:
+    """An iteration of a Megatron run, which has other weights than the others."""
+
+    def make(target: Path) -> None:
+        made = target.with_name("made")
+        write_llama(made / "hf", seed=iteration)
+        run("convert", made / "hf", made / "core", "--saver", "core", "--iteration", iteration)
+        for path in (made / "core").glob("*iter*"):
+            path.rename(target.parent / path.name)
+        shutil.rmtree(made)
+
+    return make
+
+
 def lines(*rows: object) -> Make:
     """A file with a JSON document on each line."""
     return lambda target: target.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -415,6 +429,13 @@ def special(page: str) -> Mapping[str, Make]:
             "ckpt/deltas/iter_0000200": partial(patch_of_seed, 1),
             "ckpt/deltas/iter_0000300": partial(patch_of_seed, 2),
         },
+        "docs/average.md": {
+            **{f"run/iter_{number:07}": saved(number) for number in (800, 900, 1000)},
+            **{
+                name: partial(write_llama, seed=seed)
+                for seed, name in enumerate(("Llama-2-7b", "tuned", "other-run"))
+            },
+        },
         "docs/planning.md": {
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),
             "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),
@@ -450,8 +471,9 @@ RUN_PAGES = list(dict.fromkeys(command.page for command in RUN))
 
 
 def names_in(command: Command) -> set[str]:
-    """The words of a command that may name files."""
-    return set(re.findall(r"[^\s'\"=]+", command.plain))
+    """The words of a command that may name files, without the share of a model: `tuned:0.6`."""
+    words = re.findall(r"[^\s'\"=]+", command.plain)
+    return {re.sub(r":[\d.]+$", "", word) for word in words}
 
 
 def outputs(command: Command) -> set[str]:
