@@ -21,7 +21,7 @@ from formats.chunked import ChunkedTensor
 from formats.dtensor_files import SavedModel, files_of, join, read_file, require_same_values
 from formats.errors import CorruptCheckpoint, UnsupportedInput
 from formats.flattened import narrowed, vector
-from formats.tensor import LazyTensor, Shape
+from formats.tensor import LazyTensor, Shape, number
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 """The outermost numbered module in a name: a layer, which FSDP wraps as one unit."""
@@ -58,17 +58,18 @@ def read(path: Path, model: SavedModel, parameters: Mapping[str, Shape]) -> Fsdp
     ranks = [_read_state(file) for file in files]
     groups = _same_groups([rank["param_groups"] for rank in ranks], files)
     states = [rank["state"] for rank in ranks]
-    numbers = [number for group in groups for number in group["params"]]
+    numbers = [index for group in groups for index in group["params"]]
     units = _units(parameters, numbers, states[0], path)
+    _require_known(states, files, len(units))
     found: dict[str, dict[str, LazyTensor]] = {slot: {} for slot in (*_MOMENTS, _STEP)}
     further = set[str]()
-    for number, unit in enumerate(units):
-        by_rank = [state.get(number, {}) for state in states]
-        held = {slot for each in by_rank for slot in each}
+    for index, unit in enumerate(units):
+        by_rank = [state.get(index, {}) for state in states]
+        held = {slot for each in by_rank for slot, value in each.items() if value is not None}
         further |= held - found.keys()
         for slot in filter(held.__contains__, found):
             values = [each.get(slot) for each in by_rank]
-            stored = _Stored(f"{slot} of parameter {number}", values, files, model.shards)
+            stored = _Stored(f"{slot} of parameter {index}", values, files, model.shards)
             found[slot] |= stored.steps(unit) if slot == _STEP else stored.moments(unit)
     return FsdpOptimizer(
         slots={slot: found[slot] for slot in _MOMENTS},
@@ -76,10 +77,10 @@ def read(path: Path, model: SavedModel, parameters: Mapping[str, Shape]) -> Fsdp
         further=sorted(further),
         groups=[_settings(group) for group in groups],
         group_of={
-            name: index
-            for index, group in enumerate(groups)
-            for number in group["params"]
-            for name in units[number]
+            name: place
+            for place, group in enumerate(groups)
+            for index in group["params"]
+            for name in units[index]
         },
     )
 
@@ -92,12 +93,26 @@ def _read_state(file: Path) -> Mapping[str, Any]:
 
 
 def _same_groups(by_rank: Sequence[Any], files: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
-    for groups, file in zip(by_rank, files, strict=True):
-        if groups != by_rank[0]:
+    # A rate may be a tensor of one element.
+    plain = [
+        [{name: number(value) for name, value in group.items()} for group in groups]
+        for groups in by_rank
+    ]
+    for groups, file in zip(plain, files, strict=True):
+        if groups != plain[0]:
             raise CorruptCheckpoint(
                 f"{file}: has other parameter groups than {files[0].name}; are the files from one run?"
             )
-    return list(by_rank[0])
+    return plain[0]
+
+
+def _require_known(states: Sequence[Mapping[int, Any]], files: Sequence[Path], count: int) -> None:
+    """Raise CorruptCheckpoint if a rank has state of a number beyond those of the parameter groups."""
+    for state, file in zip(states, files, strict=True):
+        for key in state.keys() - range(count):
+            raise CorruptCheckpoint(
+                f"{file}: has state of parameter {key!r:.40}, which is in no parameter group"
+            )
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,9 +182,13 @@ class _Stored:
         """The parameters in a vector that is sharded over the ranks."""
         whole = self._vector()
         elements = sum(map(prod, unit.values()))
-        # Padding gives all ranks parts of one length.
-        if not elements <= whole.shape[0] <= elements + max(self.shards):
+        lengths = {value.shape[0] for value in self.values if value is not None}
+        # Padding gives all ranks parts of one length. With use_orig_params, the parts have other lengths and no padding.
+        padding = max(self.shards) if len(lengths) == 1 else 0
+        if not elements <= whole.shape[0] <= elements + padding:
             raise self._misfit(f"{whole.shape[0]:,} elements, where its model has {elements:,}")
+        if len(lengths) > 1 and len(unit) > 1:
+            raise self._misfit(f"{' and '.join(map(str, sorted(lengths)))} elements on the ranks")
         found: dict[str, LazyTensor] = {}
         start = 0
         for name, shape in unit.items():

@@ -39,8 +39,9 @@ def lr_scheduler(training: TrainingState, groups: TorchGroups) -> dict[str, Any]
     """
     steps = iteration_of(training)
     rates = [float(group.get("lr", 0.0)) for group in groups.groups]
-    highest = [group["initial_lr"] for group in groups.groups if "initial_lr" in group]
-    known = {"base_lrs": list(map(float, highest))} if len(highest) == len(rates) else {}
+    stored = [group.get("initial_lr") for group in groups.groups]
+    highest = [float(rate) for rate in stored if isinstance(rate, (int, float))]
+    known = {"base_lrs": highest} if len(highest) == len(rates) else {}
     return {
         **known,
         "last_epoch": steps,

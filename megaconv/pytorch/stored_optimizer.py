@@ -23,6 +23,8 @@ from megaconv.model.training import ADAM
 _OPTIMIZER = r"(?:.*?\.)?optim(?:izers?)?\."
 _STATE = re.compile(rf"{_OPTIMIZER}state\.(.+)\.(\w+)")
 _GROUPS = re.compile(rf"{_OPTIMIZER}param_groups\.(.+)\.(\w+)")
+MOST_STEPS = 1 << 40
+"""More steps than any run makes."""
 _NAMES = "param_names"
 """The names of a group's parameters, which torch keeps in groups that were made of named parameters."""
 
@@ -127,4 +129,9 @@ def numbers(path: Path, steps: Mapping[str, LazyTensor]) -> Iterable[int]:
             raise CorruptCheckpoint(
                 f"{path}: the step of {name} is {list(step.shape)} {step.dtype}, expected one number"
             )
-        yield int(read_tensor(step).view(step.dtype).flat[0])
+        value = float(read_tensor(step).view(step.dtype).flat[0])
+        if not value.is_integer() or not 0 <= value <= MOST_STEPS:
+            raise CorruptCheckpoint(
+                f"{path}: the step of {name} is {value:g}, expected a number of updates"
+            )
+        yield int(value)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.tensor import LazyTensor
+from megaconv.errors import UnsupportedInput
 from megaconv.families import Family
 from megaconv.model.config import ModelConfig
 from megaconv.model.naming import HF, HF_STACKED, Naming
 from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.training import MASTER
-from megaconv.values.cast import CastTensor
+from megaconv.values.cast import FLOATS, CastTensor
 
 _UNTRAINED = re.compile(r".*(?:\.router\.bias|\blayers\.\d+\.scale|\.act\.(?:beta|eps))")
 """The names of tensors that no optimizer trains: biases that balance the load of experts, and numbers that are buffers in
@@ -75,7 +76,11 @@ def with_masters(
 
 
 def in_fp32(tensor: LazyTensor, name: str) -> LazyTensor:
-    """The tensor in fp32, which every 16-bit dtype fits into."""
+    """The tensor in fp32, which every 16-bit dtype fits into. Raises UnsupportedInput for numbers that aren't floats."""
     if tensor.dtype == "float32":
         return tensor
+    if tensor.dtype not in FLOATS:
+        raise UnsupportedInput(
+            f"{name}: an optimizer's state in {tensor.dtype} is not supported; --no-optimizer converts the weights alone"
+        )
     return CastTensor(tensor, "float32", name, overflow=False)

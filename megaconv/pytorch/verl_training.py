@@ -4,7 +4,8 @@ verl steps the schedule once for each step of the run, and the optimizer once fo
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from formats import dtensor_files, fsdp_optimizer
 from formats.dtensor_files import SavedModel
 from formats.fsdp_optimizer import FsdpOptimizer
 from formats.tensor import LazyTensor, Shape
-from megaconv.errors import CorruptCheckpoint, UnsupportedInput
+from megaconv.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from megaconv.huggingface.stored_names import unwrapped
 from megaconv.model.check import listing, well_formed
 from megaconv.model.training import ADAM, TrainingState
 from megaconv.pytorch.adam_state import adam_state
 from megaconv.pytorch.progress import batch_size_of, with_counted_samples
-from megaconv.pytorch.stored_optimizer import StoredOptimizer, numbers
+from megaconv.pytorch.stored_optimizer import MOST_STEPS, StoredOptimizer, numbers
 from megaconv.pytorch.training_state import Parameters, with_masters
 
 _log = logging.getLogger("megaconv")
@@ -33,6 +34,8 @@ class VerlTraining:
     parameters: Parameters
     slots: Mapping[str, Mapping[str, LazyTensor]]
     """The optimizer's tensors in fp32, by slot and name."""
+    steps_of_schedule: int | None
+    """None without a schedule."""
 
     def training(
         self, shapes: Mapping[str, Shape], extra: Mapping[str, str], *, takes_megatrons: bool
@@ -42,16 +45,9 @@ class VerlTraining:
         takes_megatrons: True if Megatron may decay other parameters than the source did. Raises UsageError.
         """
         state = adam_state(self.optimizer, self.parameters, shapes, takes_megatrons=takes_megatrons)
-        steps = self._steps_of_schedule() or state.step
+        steps = self.steps_of_schedule or state.step
         training = TrainingState(steps, optimizer=state, arguments={"optimizer": "adam"})
         return with_counted_samples(training, batch_size_of(extra), self.path)
-
-    def _steps_of_schedule(self) -> int | None:
-        """The number of steps in `extra_state`; None without such files or without a schedule."""
-        file = next(iter(sorted(self.path.glob("extra_state_world_size_*_rank_0.pt"))), None)
-        schedule = None if file is None else dtensor_files.read_file(file).get("lr_scheduler")
-        steps = schedule.get("last_epoch") if isinstance(schedule, dict) else None
-        return steps if type(steps) is int else None
 
 
 def open_run(
@@ -71,12 +67,8 @@ def open_run(
         return None
     shapes = {name: tuple(weights[name].shape) for name in own}
     try:
-        with well_formed(str(path)):
+        with _with_remedy(), well_formed(str(path)):
             found = fsdp_optimizer.read(path, model, shapes)
-    except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(
-            f"{error} (--no-optimizer converts the weights alone)", code=error.code
-        ) from error
     except UnsupportedInput as error:
         _log.warning("optimizer state is left out: %s", error)
         return None
@@ -84,14 +76,40 @@ def open_run(
     if reason is not None:
         _warn(path, reason)
         return None
+    with _with_remedy():
+        steps = frozenset(numbers(path, found.steps))
+        steps_of_schedule = _steps_of_schedule(path, model.ranks)
     stored = StoredOptimizer(
         found.slots,
-        frozenset(numbers(path, found.steps)),
+        steps,
         found.groups,
         {name: index for name, index in found.group_of.items() if name in found.steps},
         found.further,
     )
-    return VerlTraining(path, stored, parameters, with_masters(weights, found.slots))
+    slots = with_masters(weights, found.slots)
+    return VerlTraining(path, stored, parameters, slots, steps_of_schedule)
+
+
+@contextmanager
+def _with_remedy() -> Iterator[None]:
+    try:
+        yield
+    except (CorruptCheckpoint, UnsafeContent) as error:
+        raise type(error)(
+            f"{error} (--no-optimizer converts the weights alone)", code=error.code
+        ) from error
+
+
+def _steps_of_schedule(path: Path, ranks: int) -> int | None:
+    """The number of steps in `extra_state`; None without such files or without a schedule. Raises CorruptCheckpoint."""
+    file = path / f"extra_state_world_size_{ranks}_rank_0.pt"
+    schedule = dtensor_files.read_file(file).get("lr_scheduler") if file.exists() else None
+    steps = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+    if type(steps) is not int:
+        return None
+    if not 0 <= steps <= MOST_STEPS:
+        raise CorruptCheckpoint(f"{file}: last_epoch {steps} is no number of steps")
+    return steps
 
 
 def _reason_to_leave_out(

@@ -4,6 +4,7 @@
 further forms, in the Python that VERL_PYTHON names.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -85,6 +86,38 @@ def test_without_a_schedule_the_updates_are_counted(tmp_path: Path) -> None:
     assert megaconv.open(actor).header.training.iteration == verl_oracle.STEPS
 
 
+def test_the_schedule_of_an_earlier_run_with_other_ranks_is_not_read(tmp_path: Path) -> None:
+    actor = copy(tmp_path)
+    earlier = torch.load(actor / "extra_state_world_size_3_rank_0.pt", weights_only=False)
+    earlier["lr_scheduler"]["last_epoch"] = 777
+    torch.save(earlier, actor / "extra_state_world_size_2_rank_0.pt")
+    assert megaconv.open(actor).header.training.iteration == verl_oracle.STEPS
+
+
+def test_a_schedule_that_is_impossible_or_damaged_is_refused(tmp_path: Path) -> None:
+    actor = copy(tmp_path)
+    change(actor, "extra_state", lambda state: state["lr_scheduler"].update(last_epoch=-5))
+    refused = run("convert", actor, tmp_path / "out", "--saver", "core", "--option", "weight_decay=megatron")  # fmt: skip
+    assert_refused(refused, 3, "rank_0.pt: last_epoch -5 is no number of steps", "--no-optimizer")
+    file = actor / "extra_state_world_size_3_rank_0.pt"
+    file.write_bytes(file.read_bytes()[:500])
+    assert_refused(run("fingerprint", actor), 3, "rank_0.pt", "copy it again", "--no-optimizer")
+
+
+def test_a_learning_rate_in_a_tensor_is_read(tmp_path: Path) -> None:
+    """Each rank has a tensor of its own."""
+    actor = copy(tmp_path)
+    rate = torch.tensor(0.005, dtype=torch.float64)
+    change(actor, "optim", lambda state: state["param_groups"][0].update(lr=rate))
+    assert megaconv.fingerprint(actor) == megaconv.fingerprint(FLAT / "actor")
+
+
+def test_a_highest_rate_that_is_no_number_is_left_out(tmp_path: Path) -> None:
+    actor = copy(tmp_path)
+    change(actor, "optim", lambda state: state["param_groups"][0].update(initial_lr=[1]))
+    megaconv.convert(actor, tmp_path / "out", saver="deepspeed", optimizer=True)
+
+
 def test_weight_decay_that_megatron_lacks_is_named(tmp_path: Path) -> None:
     given = ("--saver", "core", "--optimizer")
     refused = run("convert", FLAT / "actor", tmp_path / "out", *given)
@@ -140,6 +173,28 @@ def longer(state: Any) -> None:
     state["state"][1]["exp_avg"] = torch.zeros(1000)
 
 
+def shorter(state: Any) -> None:
+    """The first vector has two elements of padding. If ranks had different lengths, all later elements would shift."""
+    state["state"][1]["exp_avg"] = state["state"][1]["exp_avg"][:-1].clone()
+
+
+def with_step(step: Any) -> Callable[[Any], None]:
+    def edit(state: Any) -> None:
+        for held in state["state"].values():
+            held["step"] = step.clone()
+
+    return edit
+
+
+def of_an_unknown_number(state: Any) -> None:
+    state["state"][99] = state["state"][1]
+
+
+def of_integers(state: Any) -> None:
+    for held in state["state"].values():
+        held["exp_avg"] = held["exp_avg"].to(torch.int64)
+
+
 def of_two_axes(state: Any) -> None:
     state["state"][1]["exp_avg"] = torch.zeros(331, 2)
 
@@ -150,7 +205,19 @@ def of_two_axes(state: Any) -> None:
         (later, 1, ["step of parameter 0: has other values than the copy of another rank"]),
         (other_rate, 1, ["rank_1.pt: has other parameter groups than optim_world_size_3_rank_0"]),
         (longer, 3, ["exp_avg of parameter 1 is 3,000 elements, where its model has 1,984"]),
+        (shorter, 1, ["exp_avg of parameter 1 is 1,985 elements, where its model has 1,984"]),
+        (shorter, 2, ["exp_avg of parameter 1 is 661 and 662 elements on the ranks"]),
         (of_two_axes, 3, ["wrong kind"]),
+        (
+            of_an_unknown_number,
+            1,
+            ["rank_0.pt: has state of parameter 99", "in no parameter group"],
+        ),
+        (of_integers, 3, ["an optimizer's state in int64 is not supported"]),
+        (with_step(torch.tensor(math.nan)), 3, ["weight is nan, expected a number of updates"]),
+        (with_step(torch.tensor(math.inf)), 3, ["weight is inf, expected a number of updates"]),
+        (with_step(torch.tensor(-3)), 3, ["weight is -3, expected a number of updates"]),
+        (with_step(torch.tensor(2.5)), 3, ["weight is 2.5, expected a number of updates"]),
     ],
 )
 def test_state_that_does_not_fit_is_refused(
@@ -183,6 +250,10 @@ def frozen(state: Any) -> None:
     del state["state"][2]
 
 
+def without_values(state: Any) -> None:
+    state["state"][2]["exp_avg"] = None
+
+
 def in_8_bits(state: Any) -> None:
     for held in state["state"].values():
         del held["exp_avg"], held["exp_avg_sq"]
@@ -199,6 +270,7 @@ def flattened(state: Any) -> None:
     [
         (without_a_layer, "2 vectors of FSDP 1, expected 3"),
         (frozen, "doesn't train model.layers.1."),
+        (without_values, "isn't that of torch's Adam"),
         (in_8_bits, "isn't that of torch's Adam (state1, state2)"),
         (flattened, "not the state of one torch optimizer"),
     ],
