@@ -133,10 +133,10 @@ def _encoded(
     batches: Iterable[Batch], options: PreprocessOptions
 ) -> Generator[tuple[Batch, Encoded], None, None]:
     ahead = iter(batches)
-    first = list(islice(ahead, 2))
-    batches = chain(first, ahead)
     # A worker process imports the tokenizer's packages, which takes seconds. One batch is encoded here in less.
-    if options.workers <= 1 or len(first) < 2:
+    first = list(islice(ahead, 2)) if options.workers > 1 else []
+    batches = chain(first, ahead)
+    if len(first) < 2:
         for batch in batches:
             yield batch, encode(options.encoding, batch)
         return

@@ -159,6 +159,17 @@ def test_a_small_input_starts_no_worker(
         run("--input", text, "--output-prefix", tmp_path / "two", "--workers", 8, *NUMBERS)
 
 
+def test_one_worker_names_a_bad_line_before_it_reads_further(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text.write_text("no JSON\n")
+    damaged = tmp_path / "text2.jsonl.gz"
+    damaged.write_bytes(gzip.compress(b"1 2")[:-9])
+    prefix = tmp_path / "out"
+    assert run("--input", text, damaged, "--output-prefix", prefix, "--workers", 1, *NUMBERS) == 3
+    assert f"{text}:1: is not JSON" in capsys.readouterr().err
+
+
 def test_every_kind_of_input_gives_the_same_bytes(
     text: Path, tmp_path: Path, gpt2: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
