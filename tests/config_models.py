@@ -12,6 +12,7 @@ from megaconv.model.described import value_of
 from megaconv.model.fields import changed, from_fields, one_or_each, per_layer
 from tests.strategies import (
     BEYOND_MEGATRON,
+    OF_T5,
     Draw,
     has_linear_attention,
     has_mamba,
@@ -681,12 +682,29 @@ SCALINGS: dict[str, Raw | None] = {
 }
 
 
+OF_T5_KEYS: Raw = {
+    "d_model": 32,
+    "d_ff": 56,
+    "d_kv": 6,
+    "num_layers": 4,
+    "num_decoder_layers": 4,
+    "num_heads": 8,
+    "vocab_size": 131,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+}
+OTHER_WORDS: dict[str, Raw] = dict.fromkeys(OF_T5, OF_T5_KEYS)
+"""Family -> the keys of its config.json, if they aren't Llama's."""
+
+
 def raw_config(name: str, **keys: Any) -> Raw:
     """A complete config.json without keys that changed between transformers 4 and 5."""
     table = families()[name]
+    model = {"architectures": [table.architectures[0]], "model_type": table.model_type}
+    if name in OTHER_WORDS:
+        return {**model, **OTHER_WORDS[name], **keys}
     return {
-        "architectures": [table.architectures[0]],
-        "model_type": table.model_type,
+        **model,
         "hidden_size": 32,
         "intermediate_size": 56,
         "num_hidden_layers": 4,

@@ -240,7 +240,10 @@ OTHER_MIXERS = (
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 OTHER_MLPS = ("apertus", "apertus1p5_text")
 """Families with MLPs that Megatron core lacks."""
+OF_T5 = ("mt5", "umt5")
+"""Families with an encoder and a decoder, beside T5 itself."""
 BETWEEN_FILES = (
+    *OF_T5,
     "bailing_hybrid",
     "ernie4_5_vl_moe_text",
     "deepseek_v4",
@@ -462,7 +465,8 @@ def retrieval_fields(draw: Draw) -> dict[str, Any]:
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
-    heads = kv_heads * (1 if family in ("gpt2", "bert", "t5") else draw(st.integers(1, 3)))
+    is_multi_head = family in ("gpt2", "bert", "t5", *OF_T5)
+    heads = kv_heads * (1 if is_multi_head else draw(st.integers(1, 3)))
     if family == "deepseek_v4":
         heads *= COMPRESSED["compressed.out_groups"]
     if family == "codegen":
@@ -522,6 +526,14 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             config,
             {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes},
         )
+    if family in OF_T5:
+        sizes = {
+            "encoder.layers": draw(st.integers(1, 4)),
+            "positions.buckets": draw(st.integers(1, 8)),
+        }
+        flags = dict.fromkeys((*FEATURES.values(), "head.bias"), False)
+        gated = {"mlp.gated": draw(st.booleans())}
+        return changed(config, {**flags, **gated, **sizes, **families()[family].fixed})
     if has_convolutions(family):
         config = draw(with_convolutions(config, tp))
     if has_linear_attention(family):

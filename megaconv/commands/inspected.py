@@ -299,7 +299,8 @@ def _positions(config: ModelConfig) -> str:
             config.positions.scaling
         )
     if config.positions.kind == "relative":
-        return f"relative, {config.positions.buckets} buckets up to {config.positions.max_distance}"
+        place = " in each layer" if config.positions.by_layer else ""
+        return f"relative, {config.positions.buckets} buckets{place} up to {config.positions.max_distance}"
     if config.positions.kind == "none":
         return f"{config.max_positions:,}, no position embedding"
     return f"{config.max_positions:,}, {config.positions.kind}"

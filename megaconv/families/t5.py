@@ -5,7 +5,7 @@ LayerNorm and learned positions. T5ForConditionalGeneration has none of these. m
 its own keys, and refuses features that the other side lacks.
 """
 
-from megaconv.errors import NotExpressible
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import model_keys
 from megaconv.families.parts.key_changes import without_keys
@@ -196,10 +196,10 @@ HEAD = (
         copies=(Copied("itself", {"core": ("output_layer.bias",)}), Copied("encoder_end"))),
 )  # fmt: skip
 
+_RELATIVE = (_relative_bias("encoder", "between"), _relative_bias("decoder", "last"))
 ROWS = (
     *EMBEDDINGS,
-    _relative_bias("encoder", "between"),
-    _relative_bias("decoder", "last"),
+    *_RELATIVE,
     *_attention("encoder"),
     *_mlp("encoder", 1, "post_attention_norm"),
     *_final_norm("encoder", "between"),
@@ -212,6 +212,7 @@ ROWS = (
 IGNORED = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
 """An additional table in the first files, which is unused."""
 
+_KIND = "feed_forward_proj"
 _ACTIVATIONS = {
     "relu": ("relu", False),
     "gelu": ("gelu", False),
@@ -221,13 +222,25 @@ _ACTIVATIONS = {
 """feed_forward_proj -> (activation, True if there is a gate)."""
 
 
+_DERIVED = {"gated-gelu": ("gelu_new", True)}
+"""feed_forward_proj -> (dense_act_fn, is_gated_act), if its own words don't say it."""
+
+
 def _read_activation(raw: Raw) -> Fields:
-    kind = raw.get("feed_forward_proj", "relu")
+    """The activation. transformers' class lets the two derived keys win, which have to agree with feed_forward_proj."""
+    kind = raw.get(_KIND, "relu")
     if kind not in _ACTIVATIONS:
         raise NotExpressible(
-            f"{CONFIG_NAME}: feed_forward_proj {kind!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
+            f"{CONFIG_NAME}: {_KIND} {kind!r} is not supported; supported: {', '.join(_ACTIVATIONS)}"
         )
-    return dict(zip(("mlp.activation", "mlp.gated"), _ACTIVATIONS[kind], strict=True))
+    activation, is_gated = _ACTIVATIONS[kind]
+    derived = _DERIVED.get(kind, (activation, is_gated))
+    for key, expected in zip(("dense_act_fn", "is_gated_act"), derived, strict=True):
+        if raw.get(key, expected) != expected:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} is {raw[key]!r:.40}, but {_KIND} {kind!r} makes it {expected!r}; correct it, or leave it out"
+            )
+    return {"mlp.activation": activation, "mlp.gated": is_gated}
 
 
 def _write_activation(config: ModelConfig) -> Raw:
@@ -238,11 +251,11 @@ def _write_activation(config: ModelConfig) -> Raw:
             f"the model has {'a gated' if config.mlp.gated else 'an ungated'} {config.mlp.activation}, which "
             f"T5ForConditionalGeneration doesn't support; it supports {', '.join(_ACTIVATIONS)}"
         )
-    return {"feed_forward_proj": words[found]}
+    return {_KIND: words[found]}
 
 
 def _unscaled(config: ModelConfig) -> Raw:
-    if config.attention.scale != _T5["attention.scale"]:
+    if config.attention.scale != FIXED["attention.scale"]:
         raise NotExpressible(
             "the model's attention scores are divided by the square root of the head size, as all of Megatron's are; "
             "T5ForConditionalGeneration's aren't"
@@ -267,7 +280,7 @@ def _read_heads(raw: Raw) -> Fields:
     }
 
 
-_TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
+TIED, SCALED = "tie_word_embeddings", "scale_decoder_outputs"
 
 
 def _read_head(raw: Raw) -> Fields:
@@ -276,19 +289,19 @@ def _read_head(raw: Raw) -> Fields:
     transformers 5 writes tie_word_embeddings true for each T5, and a head of its own as lm_head.weight: only
     scale_decoder_outputs tells both kinds apart.
     """
-    tied = need_flag(raw, _TIED, True)
-    scaled = need_flag(raw, _SCALED, tied)
+    tied = need_flag(raw, TIED, True)
+    scaled = need_flag(raw, SCALED, tied)
     if scaled and not tied:
         raise NotExpressible(
-            f"{CONFIG_NAME}: {_SCALED} true with {_TIED} false is not supported: T5's outputs are scaled if its head is tied, and "
+            f"{CONFIG_NAME}: {SCALED} true with {TIED} false is not supported: T5's outputs are scaled if its head is tied, and "
             "only then; correct one of them"
         )
     return {"tie_embeddings": scaled}
 
 
-_T5 = {"positions.kind": "relative", "attention.scale": 1.0}
+FIXED = {"positions.kind": "relative", "attention.scale": 1.0}
 
-_KEYS = (
+KEYS = (
     Keys((), lambda raw: {}, _unscaled),
     size("d_model", "hidden"),
     size("d_ff", "mlp.ffn"),
@@ -309,11 +322,9 @@ _KEYS = (
     number("layer_norm_epsilon", "norm.epsilon", 1e-6),
     size("relative_attention_num_buckets", "positions.buckets", 32),
     size("relative_attention_max_distance", "positions.max_distance", 128),
-    Keys(
-        ("feed_forward_proj", "dense_act_fn", "is_gated_act"), _read_activation, _write_activation
-    ),
-    *without_keys(model_keys(tied=True, tokens=(None, 1, 0)), _TIED),
-    Keys((_TIED, _SCALED), _read_head, lambda config: {_TIED: config.tie_embeddings}),
+    Keys((_KIND, "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
+    *without_keys(model_keys(tied=True, tokens=(None, 1, 0)), TIED),
+    Keys((TIED, SCALED), _read_head, lambda config: {TIED: config.tie_embeddings}),
     Keys(
         ("decoder_start_token_id",),
         lambda raw: {},
@@ -321,20 +332,23 @@ _KEYS = (
     ),
 )
 
+ONLY = {"is_encoder_decoder": True, "is_decoder": False}
+ALIASES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+}
+
 FAMILY = Family(
     name="t5",
     architectures=("T5ForConditionalGeneration",),
     model_type="t5",
     rows=ROWS,
-    keys=_KEYS,
-    fixed=_T5,
-    only={"is_encoder_decoder": True, "is_decoder": False},
+    keys=KEYS,
+    fixed=FIXED,
+    only=ONLY,
     ignored=IGNORED,
     recognized="encoder",
-    aliases={
-        "hidden_size": "d_model",
-        "num_attention_heads": "num_heads",
-        "num_hidden_layers": "num_layers",
-        "head_dim": "d_kv",
-    },
+    aliases=ALIASES,
 )

@@ -25,6 +25,9 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "skips_rope": lambda config: not all(each.rotates for each in config.layers),
     "learned": lambda config: config.positions.kind == "learned",
     "relative": lambda config: config.positions.kind == "relative",
+    "relative_by_layer": lambda config: (
+        config.positions.kind == "relative" and config.positions.by_layer
+    ),
     "norm_bias": lambda config: (
         config.norm.kind == "LayerNorm" and config.norm.bias and config.norm.weight
     ),

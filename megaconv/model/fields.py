@@ -104,6 +104,7 @@ STRUCTURE = (
         "head.labels",
         "head.unpredicted",
         "positions.buckets",
+        "positions.by_layer",
         "positions.offset",
         "positions.scaled_frequencies",
     ),

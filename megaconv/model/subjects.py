@@ -177,6 +177,8 @@ class Positions:
     equal. None: a token has one position."""
     offset: int = 0
     """Rows of the table of learned or computed positions before the row of the first position."""
+    by_layer: bool = False
+    """True if each layer has relative positions of its own. False: all layers of a stack share a table."""
     buckets: int = 0
     """Number of distances that relative positions distinguish. The largest of them is max_distance."""
     max_distance: int = 0

@@ -15,6 +15,7 @@ from megaconv.families.parts.keys import OFF
 from megaconv.model.fields import fields_of
 from tests.config_models import WITHOUT_CLASS, WITHOUT_CONFIG
 from tests.families.test_same_function import BERT, T5, raw_config, raw_gpt2
+from tests.strategies import OF_T5
 
 FAMILIES = sorted(families().keys() - set(WITHOUT_CONFIG))
 """All families with a config.json."""
@@ -24,7 +25,7 @@ CLASSES = [
 SILENT = {
     # derived by the class from other keys, which are read
     ("deepseek_v2", "head_dim"), ("deepseek_v3", "head_dim"), ("deepseek_v2", "qk_head_dim"), ("deepseek_v3", "qk_head_dim"),
-    ("deepseek_v2", "num_key_value_heads"), ("deepseek_v3", "num_key_value_heads"), ("t5", "dense_act_fn"), ("t5", "is_gated_act"),
+    ("deepseek_v2", "num_key_value_heads"), ("deepseek_v3", "num_key_value_heads"),
     ("glm4_moe_lite", "head_dim"), ("glm4_moe_lite", "qk_head_dim"), ("glm4_moe_lite", "num_key_value_heads"),
     *((name, key) for name in ("deepseek_v32", "glm_moe_dsa") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     *((name, key) for name in ("bailing_hybrid", "kimi_linear") for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
@@ -67,7 +68,7 @@ SILENT = {
     ("baichuan", "model_max_length"),
     # keys of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
-    ("t5", "decoder_start_token_id"),
+    *((name, "decoder_start_token_id") for name in ("t5", *OF_T5)),
     # keys of rope scaling, which none of these models has
     *((name, "original_max_position_embeddings") for name in FAMILIES),
     # another name for num_experts, which wins where both are there
@@ -89,7 +90,10 @@ SILENT = {
 """(family, key) whose value changes nothing that is read, for the reason above."""
 
 
-WITHOUT_COMMON_WINDOWS = ("nemotron_h", "iquestcoder", "recurrent_gemma", "modernbert_decoder")
+WITHOUT_COMMON_WINDOWS = (
+    *("nemotron_h", "iquestcoder", "recurrent_gemma", "modernbert_decoder"),
+    *OF_T5,
+)
 """Families that have no windows, or keys of their own for them."""
 
 

@@ -51,6 +51,7 @@ from tests.strategies import (
     BETWEEN_FILES,
     FEATURES,
     MIXED_LAYERS,
+    OF_T5,
     SPELLED,
     has_experts,
     has_indexer,
@@ -133,9 +134,10 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "retriever.pooler": True,
         }
         return changed(config, {"attention.kv_heads": 4, "token_types": 2, **towers})
-    if family == "t5":
+    if family in ("t5", *OF_T5):
         sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
-        return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes})
+        own = own_fields(family)
+        return changed(config, {"norm.kind": "LayerNorm", "head.bias": True, **sizes, **own})
     if has_linear_attention(family):
         sizes = {
             "linear.key_heads": 2,
@@ -263,7 +265,7 @@ def every_kind(family: str) -> list[ModelConfig]:
             for layers in (6, 16)
             for made in (config, changed(config, {"mlp.gated": False}))
         ]
-    if family == "t5":
+    if family in ("t5", *OF_T5):
         return [
             config,
             changed(config, {"mlp.gated": False, "positions.kind": "learned"}),
