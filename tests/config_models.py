@@ -693,7 +693,18 @@ OF_T5_KEYS: Raw = {
     "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
 }
-OTHER_WORDS: dict[str, Raw] = dict.fromkeys(OF_T5, OF_T5_KEYS)
+OF_ROBERTA: Raw = {
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+    "pad_token_id": 1,
+}
+OTHER_WORDS: dict[str, Raw] = {**dict.fromkeys(OF_T5, OF_T5_KEYS), "roberta": OF_ROBERTA}
 """Family -> the keys of its config.json, if they aren't Llama's."""
 
 

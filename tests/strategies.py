@@ -244,6 +244,7 @@ OF_T5 = ("mt5", "umt5")
 """Families with an encoder and a decoder, beside T5 itself."""
 BETWEEN_FILES = (
     *OF_T5,
+    "roberta",
     "bailing_hybrid",
     "ernie4_5_vl_moe_text",
     "deepseek_v4",
@@ -465,7 +466,7 @@ def retrieval_fields(draw: Draw) -> dict[str, Any]:
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
-    is_multi_head = family in ("gpt2", "bert", "t5", *OF_T5)
+    is_multi_head = family in ("gpt2", "bert", "roberta", "t5", *OF_T5)
     heads = kv_heads * (1 if is_multi_head else draw(st.integers(1, 3)))
     if family == "deepseek_v4":
         heads *= COMPRESSED["compressed.out_groups"]
@@ -526,6 +527,9 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
             config,
             {"positions.kind": draw(st.sampled_from(kinds)), "norm.kind": norm, **flags, **sizes},
         )
+    if family == "roberta":
+        own = {"token_types": draw(st.integers(1, 2)), "head.pooler": draw(st.booleans())}
+        return changed(config, {**families()[family].fixed, **own})
     if family in OF_T5:
         sizes = {
             "encoder.layers": draw(st.integers(1, 4)),

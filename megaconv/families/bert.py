@@ -164,7 +164,7 @@ ROWS = (*EMBEDDINGS, *LAYERS, *HEADS)
 IGNORED = (r"bert\.embeddings\.position_ids",)
 """Older files store the position numbers 0, 1, 2 ..."""
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -180,7 +180,7 @@ _MEGATRON = tuple("MegatronBert" + model for model in _MODELS)
 
 
 def _read_activation(raw: Raw) -> Fields:
-    (found,) = choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu").read(raw).values()
+    (found,) = choice("hidden_act", "mlp.activation", ACTIVATIONS, "gelu").read(raw).values()
     return {"mlp.activation": found, "head.activation": found}
 
 
@@ -264,7 +264,7 @@ _KEYS = (
     *model_keys(tied=True, tokens=(None, None, 0)),
     Keys((), _read_task, _write_task),  # reads id2label, which has no effect in any other model
 )
-_ONLY = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
+ONLY = {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False}
 
 
 def complete(config: ModelConfig, names: Collection[str]) -> ModelConfig:
@@ -282,7 +282,7 @@ FAMILY = Family(
     rows=ROWS,
     keys=_KEYS,
     fixed=LEARNED_POSITIONS | ALL_BIASES,
-    only=_ONLY,
+    only=ONLY,
     ignored=IGNORED,
     prefix="bert.",
     older={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"},

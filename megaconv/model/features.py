@@ -186,6 +186,7 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "classification_head": lambda config: config.head.classes > 0,
     "multichoice_head": lambda config: config.head.choices,
     "pooler": lambda config: config.head.binary or bool(config.head.classes or config.head.choices),
+    "stored_pooler": lambda config: config.head.pooler,
     "both_ways": lambda config: bool(
         config.head.activation
         or config.head.classes

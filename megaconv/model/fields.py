@@ -101,6 +101,7 @@ STRUCTURE = (
         "head.binary",
         "head.classes",
         "head.choices",
+        "head.pooler",
         "head.labels",
         "head.unpredicted",
         "positions.buckets",

@@ -143,7 +143,7 @@ OF_WORDS = ("head.bias", "head.logit_cap", "head.divisor", "head.normalized")
 
 def _of_heads_without_effect(config: ModelConfig) -> Iterator[str]:
     """The fields of a head that the model doesn't have: for words, or of scores."""
-    yield "head.of_tokens"
+    yield from ("head.of_tokens", "head.pooler")
     if not config.head.labels:
         yield "head.labels_bias"
     else:

@@ -375,6 +375,8 @@ class Head:
     """Number of classes of a head on the pooled first token (classification); 0 if there is none."""
     choices: bool = False
     """True if a head scores the pooled first token of each of several choices (multiple choice)."""
+    pooler: bool = False
+    """True if the files hold a pooler that the head doesn't compute with, beside a masked-language-model head."""
     logit_cap: float | None = None
     """A tanh limits logits to the range between minus and plus this value; None: no limit."""
     divisor: float | None = None

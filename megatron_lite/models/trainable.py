@@ -39,6 +39,7 @@ TRAINED = (
 )  # fmt: skip
 """Families that the decoder supports by configuration."""
 CONVERTED_ONLY = {
+    "roberta": "norms after the residual sums, as the original BERT, and positions that begin after the padding token's row",
     **dict.fromkeys(
         ("mt5", "umt5"), "attention scores that aren't divided by the root of the head size"
     ),

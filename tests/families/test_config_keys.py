@@ -91,6 +91,7 @@ SILENT = {
 
 
 WITHOUT_COMMON_WINDOWS = (
+    "roberta",
     *("nemotron_h", "iquestcoder", "recurrent_gemma", "modernbert_decoder"),
     *OF_T5,
 )

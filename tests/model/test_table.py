@@ -122,6 +122,9 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
     if family == "bert":
         heads = {"head.activation": "gelu", "head.binary": True}
         return changed(config, {"attention.kv_heads": 4, "token_types": 2, **heads})
+    if family == "roberta":
+        sizes = {"attention.kv_heads": 4, "token_types": 2, "positions.offset": 2}
+        return changed(config, {**own_fields(family), **sizes, "head.pooler": True})
     if family == "retro":
         retrieval = {"layers": 2, "chunk": 4, "neighbors": 2, "chunks": 2}
         sizes = {f"retrieval.{name}": size for name, size in retrieval.items()}

@@ -37,7 +37,7 @@ _PHI = DropoutKeys("attention_dropout", "resid_pdrop", "embd_pdrop")
 _HIDDEN = DropoutKeys("attention_dropout", "hidden_dropout")
 
 KEYS: Mapping[str, DropoutKeys] = {
-    **dict.fromkeys(("bert", "biencoder", "biogpt"), _BERT),
+    **dict.fromkeys(("bert", "biencoder", "biogpt", "roberta"), _BERT),
     **dict.fromkeys(("gpt2", "gpt_bigcode", "openai_gpt"), _GPT2),
     **dict.fromkeys(("codegen", "gptj"), _GPTJ),
     **dict.fromkeys(("phi", "phi3"), _PHI),
