@@ -331,6 +331,15 @@ OWN_KEYS: dict[str, Raw] = {
         "block_types": ["recurrent", "attention"],
         "logits_soft_cap": 20.0,
     },
+    "zamba": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 5,
+        "mamba_d_conv": 3,
+        "head_dim": 8,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+    },
     "zamba2": {
         "layers_block_type": ["mamba", "hybrid"] * 2,
         "n_mamba_heads": 4,

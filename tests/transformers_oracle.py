@@ -1067,6 +1067,9 @@ MAMBA_1: dict[str, Any] = {
     "intermediate_size": 96, "state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-3,
     "tie_word_embeddings": False,
 }  # fmt: skip
+ZAMBA: dict[str, Any] = {
+    "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
+}  # fmt: skip
 ZAMBA2: dict[str, Any] = {
     "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"], "num_mem_blocks": 2, "adapter_rank": 6, "mamba_d_state": 5,
     "mamba_ngroups": 2, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
@@ -1103,6 +1106,16 @@ CONVERTED = {
         {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0, partial_rotary_factor=0.5),
          "whole heads rotate": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_activation": "silu"},
          "one less": {"attention_window_size": WINDOW - 1}, "limit": {"logits_soft_cap": 2.0}},
+    ),
+    "zamba": Variant(
+        "zamba",
+        {**ZAMBA, "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"], "mamba_proj_bias": True},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "activation": {"hidden_act": "gelu_pytorch_tanh"}},
+    ),
+    "zamba, by a pattern": Variant(
+        "zamba",
+        {**ZAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 8, "mamba_conv_bias": False,
+         "mamba_expand": 1, "attention_head_dim": 6},
     ),
     "zamba2": Variant(
         "zamba2", {**ZAMBA2, "num_key_value_heads": 8, "use_shared_attention_adapter": True, "use_mem_rope": True},

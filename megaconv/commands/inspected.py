@@ -281,7 +281,7 @@ def _blocks(config: ModelConfig) -> str:
     """The shared blocks: `2 shared by 9 layers, adapters of rank 128`."""
     blocks = config.blocks
     shared = f"{blocks.count} shared by {counted(len(config.block_places), 'layer')}"
-    return f"{shared}, adapters of rank {blocks.adapter_rank}"
+    return f"{shared}, adapters of rank {blocks.adapter_rank}" if blocks.adapter_rank else shared
 
 
 def _retrieval(config: ModelConfig) -> str:

@@ -66,8 +66,8 @@ _BLOCKS = (
 )  # fmt: skip
 _OUT = Row(_OWN + "out.weight", ("hidden hidden",), when="block", hf=_HF + "linear.weight")
 _FINAL_NORM = HEAD[0].renamed(hf="model.final_layernorm.weight")
-_SHARED = (*(replace(row, copies=(Copied("uses"),)) for row in _BLOCKS), _OUT)
-ROWS = hf_only((EMBEDDING, *_SHARED, *_MIXERS, _FINAL_NORM, HEAD[1]))
+_ALL_BLOCKS = (*(replace(row, copies=(Copied("uses"),)) for row in _BLOCKS), _OUT)
+ROWS = hf_only((EMBEDDING, *_ALL_BLOCKS, *_MIXERS, _FINAL_NORM, HEAD[1]))
 
 _COUNT, _TYPES, _WITH_BLOCKS = "num_hidden_layers", "layers_block_type", "hybrid_layer_ids"
 _HIDDEN, _HEADS, _KV_HEADS = "hidden_size", "num_attention_heads", "num_key_value_heads"
@@ -77,7 +77,7 @@ _SPACES = (6, 5, 5, 5, 5, 5, 5, 4, 3)
 """Layers without a block before each layer that has one, in transformers' default, which ends with two more of them."""
 
 
-def _require_derived(raw: Raw, key: str, expected: object) -> None:
+def require_derived(raw: Raw, key: str, expected: object) -> None:
     """Raise CorruptCheckpoint if a key that follows from others has another value. transformers' class takes such keys."""
     stated = raw.get(key, expected)
     if stated != expected:
@@ -102,7 +102,7 @@ def _read_layers(raw: Raw) -> Fields:
     layers = need_size(raw, _COUNT, 54)
     require_each_layer(_TYPES, words, layers)
     blocks = tuple(_WORDS[word] for word in words)
-    _require_derived(raw, _WITH_BLOCKS, [layer for layer, block in enumerate(blocks) if block])
+    require_derived(raw, _WITH_BLOCKS, [layer for layer, block in enumerate(blocks) if block])
     return {"layers.count": layers, "layers.block": one_or_each(blocks)}
 
 
@@ -133,7 +133,7 @@ def _read_heads(raw: Raw) -> Fields:
         )
     derived = dict(zip(_DERIVED, (width, 2 * hidden, hidden // count, count), strict=True))
     for key, value in derived.items():
-        _require_derived(raw, key, value)
+        require_derived(raw, key, value)
     return found
 
 
@@ -156,7 +156,7 @@ def _read_mamba(raw: Raw) -> Fields:
         raise CorruptCheckpoint(
             f"{CONFIG_NAME}: n_mamba_heads {count} doesn't divide {inner}, mamba_expand times the hidden size"
         )
-    _require_derived(raw, "mamba_headdim", width)
+    require_derived(raw, "mamba_headdim", width)
     return {"mamba.heads": count, "mamba.head_dim": width}
 
 
@@ -176,7 +176,7 @@ def _scale(raw: Raw) -> float:
     return float((width / 2) ** -0.5)
 
 
-_ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
+ACTIVATIONS = {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 _TIED = "tie_word_embeddings"
 _KEYS = (
     size(_HIDDEN, "hidden", 2560),
@@ -191,7 +191,7 @@ _KEYS = (
     size(_BLOCK_COUNT, "blocks.count", 1),
     size(_RANK, "blocks.adapter_rank", 128),
     flags(_ADAPTERS, ("blocks.attention_adapters",), default=False),
-    choice("hidden_act", "mlp.activation", _ACTIVATIONS, "gelu"),
+    choice("hidden_act", "mlp.activation", ACTIVATIONS, "gelu"),
     choice("use_mem_rope", "positions.kind", {True: "rope", False: "none"}, False),
     rope(10000.0),
     FULL_ROTATION,

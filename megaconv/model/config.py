@@ -58,6 +58,8 @@ class ModelConfig(DescribedModel):
             "routes": self.experts.count + self.experts.zero,
             "attn_v_dim": self.attention.value_dim,
             "position_rows": self.max_positions + self.positions.offset,
+            "mamba1_head_dim": self.mamba1.width // (self.mamba1.heads or 1),
+            "mamba1_inputs": self.mamba1.rank + 2 * self.mamba1.state,
             "conv_channels": self.hidden,
             "stored_decays": self.linear.stored_decays or self.linear.value_heads,
             "out_group_width": self.attention.heads

@@ -139,7 +139,7 @@ STRUCTURE = (
         "linear.full_rank_out_gate",
     ),
     *("mamba.heads", "mamba.head_dim", "mamba.groups", "mamba.state", "mamba.norm"),
-    *("mamba1.width", "mamba1.state", "mamba1.conv", "mamba1.rank", "mamba1.bias"),
+    *("mamba1.width", "mamba1.state", "mamba1.conv", "mamba1.rank", "mamba1.heads", "mamba1.bias"),
     *("mamba1.conv_bias", "mamba1.norms"),
     *("recurrent.head_dim", "recurrent.conv"),
     *("layers.block", "blocks.count", "blocks.adapter_rank", "blocks.attention_adapters"),

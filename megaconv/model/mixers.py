@@ -86,6 +86,8 @@ class Mamba1:
     """Width of the convolution in positions, including the token's own."""
     rank: int = 0
     """Width of the vector from which the time steps of all channels are computed."""
+    heads: int = 0
+    """Equal parts of the channels, each with a projection of its own to time steps, B and C (Zamba). 0: one for all."""
     bias: bool = False
     """True if the first and the last projection have biases."""
     conv_bias: bool = True
@@ -104,7 +106,7 @@ class SharedBlocks:
     count: int = 0
     """Number of blocks. The layers that have one (layers.block) take them in turn."""
     adapter_rank: int = 0
-    """Rank of the product of two matrices that each layer adds to gate and up of its block."""
+    """Rank of the product of two matrices that each layer adds to gate and up of its block; 0 for none (Zamba 1)."""
     attention_adapters: bool = False
     """True if each layer also adds such products to q, k and v of its block."""
 

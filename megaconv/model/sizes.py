@@ -60,6 +60,7 @@ SIZES: Mapping[str, Size] = {
     "mamba1_state": Size("mamba1.state"),
     "mamba1_conv": Size("mamba1.conv"),
     "mamba1_rank": Size("mamba1.rank"),
+    "mamba1_heads": Size("mamba1.heads"),
     "recurrent_dim": Size("recurrent.head_dim"),
     "recurrent_conv": Size("recurrent.conv"),
     "adapter_rank": Size("blocks.adapter_rank"),

@@ -167,6 +167,10 @@ def _check_mamba1(model: DescribedModel) -> None:
         raise CorruptCheckpoint(
             f"the model's Mamba 1 layers can't have {what} and a convolution over {mamba.conv} positions"
         )
+    if mamba.heads and mamba.width % mamba.heads:
+        raise CorruptCheckpoint(
+            f"the model's Mamba 1 layers can't have {mamba.width} channels in {mamba.heads} heads"
+        )
 
 
 def _check_recurrent(model: DescribedModel) -> None:
@@ -190,7 +194,7 @@ def _check_blocks(model: DescribedModel) -> None:
     blocks = model.blocks
     if not any(kind.block for kind in model.layers):
         return
-    if not blocks.count or not blocks.adapter_rank:
+    if not blocks.count or (blocks.attention_adapters and not blocks.adapter_rank):
         raise CorruptCheckpoint(
             f"the model's shared blocks can't be {blocks.count} with adapters of rank {blocks.adapter_rank}"
         )

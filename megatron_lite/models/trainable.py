@@ -60,6 +60,7 @@ CONVERTED_ONLY = {
     "falcon_mamba": "Mamba 1",
     "jamba": "Mamba 1",
     "recurrent_gemma": "gated linear recurrences",
+    "zamba": "Mamba 1, and a block of attention and an MLP that layers share",
     "zamba2": "blocks of attention and an MLP that layers share",
     "hy_v4_vl_text": "several residual streams, layers that share an indexer's choice, and limits in experts alone",
     "kimi_k3": "Kimi delta attention with a bounded decay, and attention to the outputs of earlier blocks of layers",

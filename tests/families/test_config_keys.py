@@ -34,6 +34,7 @@ SILENT = {
     ("mistral_large4_text", "head_dim"), ("mistral_large4_text", "qk_head_dim"),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # another key says it layer by layer
+    ("zamba", "attn_layer_period"), ("zamba", "attn_layer_offset"),
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
     *(("mistral_large4_text", key) for key in ("first_k_dense_replace", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset")),

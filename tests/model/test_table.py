@@ -230,6 +230,10 @@ def every_kind(family: str) -> list[ModelConfig]:
         blocks = {"layers.block": (True, False) * 2, "blocks.count": 1, "blocks.adapter_rank": 3}
         blocks |= {"layers.mixer": "mamba", "blocks.attention_adapters": True}
         return [changed(config, blocks)]
+    if family == "zamba":
+        blocks = {"layers.block": (True, False), "blocks.count": 1, "mamba1.bias": True}
+        blocks |= {"tie_embeddings": False}
+        return [changed(config, blocks)]
     if family == "jamba":
         return [changed(config, {"layers.mixer": ("mamba1", "attention"), "mamba1.bias": True})]
     if family in ("bailing_hybrid", "glm5_next_text", "kimi_linear"):
