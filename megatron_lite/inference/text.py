@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import product
 
 Detokenize = Callable[[Sequence[int]], str]
 
@@ -38,14 +37,15 @@ class TextStream:
     ) -> None:
         """after: the tokens that the text continues. A tokenizer such as Llama 2's omits the first word's space otherwise."""
         self._detokenize, self._stop = detokenize, tuple(word for word in stop if word)
-        self._ids, self._read = _end_of(detokenize, after)
+        self._ids = list(after[-_NEIGHBOURS - _PARTS + 1 :])
         self._before = 0
         """Ids from _before on are decoded together, because the text of an id depends on its neighbours.
 
         The text of ids below _read is returned already.
         """
-        self._prompt = detokenize(self._ids) if self._read < len(self._ids) else ""
-        """A prompt that ends with a partial character; "" if it doesn't, and after the first text."""
+        self._read = len(self._ids)
+        self._begun = False
+        """True after the first text. Until then, the ids below _read are those of the prompt."""
         self._held = ""
         self.stop_word = ""
         """The stop word that ended the text; "" without one."""
@@ -65,14 +65,20 @@ class TextStream:
         return self._check(self._decode(finish=True), finish=True)
 
     def _decode(self, *, finish: bool) -> str:
-        # Decode with and without the new ids. The difference is the new text.
-        given = self._detokenize(self._ids[self._before : self._read])
-        whole = self._detokenize(self._ids[self._before :])
-        # A partial character of the prompt that the answer doesn't complete belongs to the prompt.
-        known = max(len(given), len(self._prompt) if whole.startswith(self._prompt) else 0)
-        if not finish and (len(whole) <= known or whole.endswith(_UNFINISHED)):
+        if not self._begun:
+            self._before = _start_of(self._detokenize, self._ids, spare=self._read - _NEIGHBOURS)
+        ids, given = self._ids[self._before :], self._read - self._before
+        whole = self._detokenize(ids)
+        if not finish and whole.endswith(_UNFINISHED):
             return ""
-        self._before, self._read, self._prompt = self._read, len(self._ids), ""
+        # Decode with and without the new ids. The difference is the new text.
+        if self._begun:
+            known = len(self._detokenize(ids[:given]))
+        else:
+            given, known = _end_of(self._detokenize, ids[:given], ids[given:])
+        if not finish and len(whole) <= known:
+            return ""
+        self._before, self._read, self._begun = self._before + given, len(self._ids), True
         return whole[known:]
 
     def _check(self, text: str, *, finish: bool) -> str:
@@ -92,19 +98,31 @@ class TextStream:
         return text[:end]
 
 
-def _end_of(detokenize: Detokenize, tokens: Sequence[int]) -> tuple[list[int], int]:
-    """Return the last tokens, from the start of a character on, and the number of them before a partial character.
+def _start_of(detokenize: Detokenize, tokens: Sequence[int], *, spare: int) -> int:
+    """Return the first token to decode, after at most `spare` others. It begins a character if one of them does.
 
-    A tokenizer with byte tokens decodes none of them if the first or the last character is partial.
+    A tokenizer with byte tokens decodes none of them if the first one continues a character.
     """
-    for partial, more in product(range(_PARTS), repeat=2):
-        last = list(tokens[-_NEIGHBOURS - more :])
-        whole = last[: max(len(last) - partial, 0)]
-        text = detokenize(whole)
-        if not text.startswith(_UNFINISHED) and not text.endswith(_UNFINISHED):
-            return last, len(whole)
-    last = list(tokens[-_NEIGHBOURS:])
-    return last, len(last)
+    starts = range(min(max(spare, 0), _PARTS - 1) + 1)
+    return min(starts, key=lambda start: detokenize(tokens[start:]).count(_UNFINISHED))
+
+
+def _end_of(
+    detokenize: Detokenize, prompt: Sequence[int], answer: Sequence[int]
+) -> tuple[int, int]:
+    """Return the number of the prompt's tokens up to the end of a character, and the length of the prompt's text.
+
+    A character that begins in the prompt and ends in the answer belongs to the answer.
+    """
+    whole = len(detokenize([*prompt, *answer]))
+    for end in range(len(prompt), -1, -1):
+        text, rest = detokenize(prompt[:end]), detokenize([*prompt[end:], *answer])
+        # Each part of a divided character is decoded to at least one character, which makes the two texts longer.
+        if len(text) + len(rest) <= whole:
+            break
+    # A token may hold the end of one character and the start of the next.
+    partial = detokenize(prompt[end:]) if end < len(prompt) else ""
+    return end, len(text) + len(partial.rstrip(_UNFINISHED))
 
 
 def overlap(text: str, word: str) -> int:

@@ -50,6 +50,34 @@ def test_a_partial_character_of_the_prompt_is_not_repeated() -> None:
     assert continuation(of_bytes, "a�".encode(), b" bc") == " bc"
 
 
+def of_pairs(ids: Sequence[int]) -> str:
+    """Tokens of two bytes each, as byte-level vocabularies have them: a token may end one character and start the next."""
+    return b"".join(number.to_bytes(2, "big") for number in ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("text", ["日本", "a日本語のbc長い文章です", "日本語" * 12])
+def test_a_prompt_that_ends_inside_a_token_of_two_characters_loses_none(text: str) -> None:
+    encoded = text.encode()
+    encoded += b"." * (len(encoded) % 2)
+    ids = [int.from_bytes(encoded[place : place + 2], "big") for place in range(0, len(encoded), 2)]
+    for split in range(1, len(ids)):
+        given = encoded[: 2 * split].decode(errors="ignore")
+        assert given + continuation(of_pairs, ids[:split], ids[split:]) == encoded.decode()
+
+
+@pytest.mark.parametrize("detokenize", [of_bytes, of_byte_tokens])
+@pytest.mark.parametrize(
+    "text", ["�literal", "a�日", "��", "日�b��語", "words of a prompt � 日本��"]
+)
+def test_a_replacement_character_that_the_text_holds_is_a_character(
+    detokenize: Detokenize, text: str
+) -> None:
+    encoded = text.encode()
+    for split in range(1, len(encoded)):
+        given = encoded[:split].decode(errors="ignore")
+        assert given + continuation(detokenize, encoded[:split], encoded[split:]) == text
+
+
 def of_words(ids: Sequence[int]) -> str:
     """Words with a space before each but the first, as Llama 2's tokenizer gives them."""
     return " ".join(map(str, ids))
