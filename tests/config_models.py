@@ -331,6 +331,7 @@ OWN_KEYS: dict[str, Raw] = {
         "block_types": ["recurrent", "attention"],
         "logits_soft_cap": 20.0,
     },
+    "doge": {"keep_window_size": 7, "is_moe": False},
     "zamba": {
         "layers_block_type": ["mamba", "hybrid"] * 2,
         "n_mamba_heads": 4,

@@ -269,6 +269,7 @@ BETWEEN_FILES = (
         "falcon_mamba",
         "jamba",
         "recurrent_gemma",
+        "doge",
         "zamba",
         "zamba2",
         "muse_glimmer_text",
@@ -349,6 +350,8 @@ def own_fields(family: str) -> dict[str, Any]:
     if family == "zamba2":
         inputs = {"layers.block": True, "blocks.count": 2, "blocks.adapter_rank": 3}
         inputs |= {f"mamba.{name}": 2 for name in ("heads", "head_dim", "groups", "state")}
+    if family == "doge":
+        inputs = {"attention.kept_keys": 7}
     if family == "zamba":
         sizes = {"width": 8, "state": 3, "conv": 4, "rank": 2, "heads": 2}
         inputs = {f"mamba1.{name}": size for name, size in sizes.items()}

@@ -1107,6 +1107,14 @@ CONVERTED = {
          "whole heads rotate": rope(5000.0, partial_rotary_factor=1.0), "activation": {"hidden_activation": "silu"},
          "one less": {"attention_window_size": WINDOW - 1}, "limit": {"logits_soft_cap": 2.0}},
     ),
+    "doge": Variant(
+        "doge",
+        {"keep_window_size": 9, "attention_bias": True, "mlp_bias": True},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "base": rope(700.0), "one key less": {"keep_window_size": 8}, "window": {"sliding_window": 6}},
+    ),
+    "doge, with windows": Variant(
+        "doge", {"sliding_window": WINDOW, "head_dim": 6, "tie_word_embeddings": True}, {"one less": {"sliding_window": WINDOW - 1}},
+    ),
     "zamba": Variant(
         "zamba",
         {**ZAMBA, "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"], "mamba_proj_bias": True},

@@ -100,7 +100,8 @@ def _rows(reference: Reference, base: Known, family: Family) -> DraftedRows:
             return drafted_rows(reference, family, source)
     except CheckpointError as error:
         question = (
-            f"the draft can't read the config.json, so that no tensor names were compared: {error}"
+            f"the draft can't read the config.json, so that no tensor names were compared: {error}. When the keys are "
+            "declared, `megaconv inspect` of a small model that transformers saved names the tensors that differ."
         )
         return DraftedRows(family.rows, source, questions=(question,))
 

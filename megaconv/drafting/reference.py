@@ -53,14 +53,16 @@ class Reference:
 def reference_of(path: Path) -> Reference:
     """transformers' class for a config.json.
 
-    path: the config.json. Raises UsageError without torch or transformers 5, CorruptCheckpoint for a file with
-    impossible values, and UnknownFamily if transformers has no class for the model or can't build it.
+    path: the config.json. For a multimodal model, the class is that of its language model. Raises UsageError without torch or
+    transformers 5, CorruptCheckpoint for a file with impossible values, and UnknownFamily if transformers has no class for
+    the model or can't build it.
     """
     raw = without_code(load_config(path))
     require_countable(raw, str(path))
     transformers = require_transformers(COMMAND)
     _require_known_type(transformers, raw, path)
-    config = _config(transformers, raw, path)
+    # Itself, or the text_config of a multimodal model.
+    config = _config(transformers, raw, path).get_text_config()
     _require_few_experts(raw, config, path)
     kind = _class_of(transformers, config, path)
     model = _on_meta_device(kind, config, path)
@@ -108,7 +110,9 @@ def _require_few_experts(raw: Mapping[str, Any], config: Any, path: Path) -> Non
     try:
         require_possible(sizes)
     except CorruptCheckpoint as error:
-        raise CorruptCheckpoint(f"{path}: {error}") from None
+        raise CorruptCheckpoint(
+            f"{path}: {error}; a draft needs the names alone: state fewer in a copy of the file"
+        ) from None
 
 
 def _experts(raw: Mapping[str, Any]) -> Iterator[int]:

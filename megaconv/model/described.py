@@ -89,6 +89,8 @@ class DescribedModel:
     """A factor on the embedding's output."""
     residual_scale: float | None = None
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
+    weighted_residuals: bool = False
+    """True if the values that a sublayer's output is added to have a stored factor for each element (Doge)."""
     residual_by_depth: bool = False
     """True if the n-th sum of the model, counted from 2, has weights by its number (Beam): the root of 1 / n for the
     sublayer's output, and the root of (n - 1) / n for the values that it is added to."""

@@ -63,6 +63,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "head_gate": lambda config: config.attention.head_gate,
     "gate_bias": lambda config: config.attention.output_gate and config.attention.gate_bias,
     "differential": lambda config: config.attention.differential,
+    "kept_keys": lambda config: config.attention.kept_keys > 0,
+    "weighted_residuals": lambda config: config.weighted_residuals,
     "depth_residuals": lambda config: config.residual_by_depth,
     "softplus_gate": lambda config: (
         (config.attention.output_gate or config.attention.head_gate)

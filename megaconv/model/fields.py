@@ -106,6 +106,8 @@ STRUCTURE = (
         "head.unpredicted",
         "positions.buckets",
         "positions.by_layer",
+        "attention.kept_keys",
+        "weighted_residuals",
         "positions.offset",
         "positions.scaled_frequencies",
     ),

@@ -123,6 +123,9 @@ class Attention:
     growing: bool = False
     """True if queries of each head, also of an indexer's, are multiplied by scale * log(position + 1) + bias, with two
     stored numbers for each head."""
+    kept_keys: int = 0
+    """Tokens that a query can attend to: those with the greatest exp(A * softplus(dt)), which is also added to scores. A
+    is a stored number of each key/value head, and dt a projection of a token's values (Doge). 0: all tokens."""
     v_norm: bool = False
     """True if values are normalized like q and k, with a norm without weights."""
 

@@ -145,6 +145,35 @@ def test_a_place_without_a_config_json_is_refused(tmp_path: Path) -> None:
         new_family(tmp_path)
 
 
+def test_a_draft_for_a_multimodal_model_is_that_of_its_language_model(tmp_path: Path) -> None:
+    """The family of the language model serves the whole model too."""
+    whole = default_config("dots3_note", tmp_path)
+    assert whole["model_type"] == "dots3_note"
+    reference = reference_of(tmp_path / "config.json")
+    found = (reference.architecture, reference.model_type, reference.raw["architectures"])
+    assert found == ("Dots3NoteForCausalLM", "dots3_note_text", ["Dots3NoteForCausalLM"])
+    assert "model.embed_tokens.weight" in reference.tensors
+    assert not any("vision" in name for name in reference.tensors)
+
+
+def test_too_many_experts_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    """Doge's default has 16,384 experts, which it uses only with is_moe."""
+    raw = default_config("doge", tmp_path)
+    with pytest.raises(CorruptCheckpoint, match="state fewer in a copy of the file"):
+        reference_of(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"num_experts": 64}))
+    assert reference_of(tmp_path / "config.json").architecture == "DogeForCausalLM"
+
+
+def test_a_draft_that_cannot_read_the_configuration_says_how_to_compare_names(
+    tmp_path: Path,
+) -> None:
+    default_config("zamba", tmp_path)
+    draft = new_family(tmp_path)
+    (asked,) = (each for each in draft.questions if "no tensor names were compared" in each)
+    assert "`megaconv inspect` of a small model" in asked
+
+
 def test_an_architecture_that_transformers_lacks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobodys", "hidden_size": 8}')
     with pytest.raises(UnknownFamily, match=r"/config.json: transformers"):

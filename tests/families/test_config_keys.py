@@ -33,6 +33,8 @@ SILENT = {
     *(("axk2", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads")),
     ("mistral_large4_text", "head_dim"), ("mistral_large4_text", "qk_head_dim"),
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
+    # of experts, which the model doesn't have
+    *(("doge", key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob")),
     # another key says it layer by layer
     ("zamba", "attn_layer_period"), ("zamba", "attn_layer_offset"),
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),

@@ -41,7 +41,7 @@ KEYS: Mapping[str, DropoutKeys] = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "openai_gpt"), _GPT2),
     **dict.fromkeys(("codegen", "gptj"), _GPTJ),
     **dict.fromkeys(("phi", "phi3"), _PHI),
-    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "nemotron_h", "persimmon", "stablelm"), _HIDDEN),
+    **dict.fromkeys(("bloom", "doge", "falcon", "gpt_neox", "nemotron_h", "persimmon", "stablelm"), _HIDDEN),
     **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "ernie4_5_vl_moe_text"), DropoutKeys("")),
     **dict.fromkeys(("falcon_mamba", "lfm2", "lfm2_moe", "mamba", "mamba2"), DropoutKeys("")),
     "ctrl": DropoutKeys("", "resid_pdrop", "embd_pdrop", usual_hidden=0.1),

@@ -34,7 +34,7 @@ _BOTH = """
     stablelm:StableLm starcoder2:Starcoder2
 """
 _SEQUENCE = """
-    biogpt:BioGpt bloom:Bloom cohere_compass_text:CohereCompassText deepseek_v2:DeepseekV2 falcon:Falcon
+    biogpt:BioGpt bloom:Bloom cohere_compass_text:CohereCompassText deepseek_v2:DeepseekV2 doge:Doge falcon:Falcon
     gemma3_text:Gemma3Text gpt2:GPT2 gpt_bigcode:GPTBigCode gpt_neo:GPTNeo gpt_neox:GPTNeoX gptj:GPTJ
     hunyuan_v1_dense:HunYuanDenseV1 hunyuan_v1_moe:HunYuanMoEV1 jamba:Jamba jetmoe:JetMoe minicpm3:MiniCPM3 mpt:Mpt
     olmo:Olmo olmo2:Olmo2 olmo3:Olmo3 openai_gpt:OpenAIGPT opt:OPT phimoe:Phimoe qwen3_5:Qwen3_5Text zamba:Zamba zamba2:Zamba2
