@@ -15,6 +15,7 @@ from torch import Tensor
 from formats.tensor import LazyTensor, matrix_shape
 from megaconv.engine.opening import open_source
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.families import has_text_only
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import has_weights
 from megaconv.input import find_input
@@ -22,6 +23,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
 from megaconv.model.training import ADAM, MASTER, SGD
+from megaconv.options import LoadOptions
 from megaconv.store_inputs import is_store
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.places import holds_checkpoint, readable
@@ -163,8 +165,13 @@ def _refuse_model(save: str | None) -> None:
 
 
 def open_language_model(place: str) -> Source:
-    """Open a checkpoint of any format. Raises CheckpointError; NotExpressible for a model with more than a language model."""
-    source = open_source(find_input(place))
+    """Open a checkpoint of any format. If it has the files of a multimodal model on the Hub, open its language model.
+
+    Raises CheckpointError; NotExpressible for another checkpoint of a multimodal model.
+    """
+    found = find_input(place)
+    is_multimodal = isinstance(found.place, Path) and has_text_only(found.place)
+    source = open_source(found, LoadOptions(text_only=is_multimodal))
     refuse_whole(source.header.config, place)
     if source.header.layout is None:
         refuse_two_widths(source.header.config, place)

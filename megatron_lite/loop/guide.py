@@ -7,6 +7,7 @@ from megatron_lite.data.tokenizer import has_chat_template
 from megatron_lite.loop import curve
 from megatron_lite.loop.answers import Question, answer, question
 from megatron_lite.loop.run import Run
+from megatron_lite.objectives.image_chats import multimodal_model
 
 
 @dataclass
@@ -71,5 +72,8 @@ def next_commands(run: Run) -> Iterator[str]:
         model = saving.save
         if talks:
             yield _talk(run, f"--load {model}")
-        yield f"  convert   megaconv convert {model} {model}-hf --saver hf"
+        whole = multimodal_model(run.settings)
+        base = "" if whole is None else f" --base {whole}"
+        yield f"  convert   megaconv convert {model} {model}-hf --saver hf{base}"
+        model = model if whole is None else f"{model}-hf"
     yield f"  publish   megaconv push {model} USER/NAME"

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.models.pictures import Pictures
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -30,6 +32,10 @@ class Microbatch:
     """Weight of each label in the loss, bool or float [batch, sequence]; None: all 1."""
     positions: Tensor | None = None
     """int64 [batch or 1, sequence]; None: 0, 1, 2 ..."""
+    pair_positions: Tensor | None = None
+    """int64 [batch, sequence, rotated / 2]: the position by which each pair of elements rotates; None: `positions`."""
+    pictures: Pictures | None = None
+    """The images in a decoder's sequences; None: there are none."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents in each row, which don't attend to each other; None: one document per row."""
     source: Tensor | None = None

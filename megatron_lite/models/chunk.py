@@ -20,7 +20,7 @@ from megatron_lite.models.layer_inputs import LayerInputs
 from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.offload import Offload
-from megatron_lite.models.passes import Pass
+from megatron_lite.models.passes import Ahead, Pass
 from megatron_lite.models.score_head import ScoreHead
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.tensor import Norm
@@ -173,13 +173,14 @@ class ModelChunk(Network):
         tokens behind those of `hidden`. run.positions: those of `hidden`.
         """
         assert self.mtp is not None
-        made: Tensor = self.mtp.layers[0](self._embed(run)(run.tokens), hidden, run)
+        assert self.embedding is not None
+        made: Tensor = self.mtp.layers[0](self.embedding(run), hidden, run)
         return made
 
-    def _embed(self, run: Pass) -> Callable[[Tensor], Tensor]:
-        def embed(tokens: Tensor) -> Tensor:
+    def _embed(self, run: Pass) -> Callable[[Ahead], Tensor]:
+        def embed(ahead: Ahead) -> Tensor:
             assert self.embedding is not None
-            embedded: Tensor = self.embedding(run, tokens)
+            embedded: Tensor = self.embedding(run, ahead)
             return embedded
 
         return embed

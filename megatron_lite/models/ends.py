@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron_lite.models import rng
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
-from megatron_lite.models.passes import Pass
+from megatron_lite.models.passes import Ahead, Pass
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind, ParametersFreed
 from megatron_lite.parallel.tensor import Norm, VocabEmbedding
@@ -56,12 +56,15 @@ class Embedding(nn.Module):
         )
         self.norm = Norm(config.hidden, plan.norm) if config.norm.embedding else None
 
-    def forward(self, run: Pass, tokens: Tensor | None = None) -> Tensor:
-        """tokens [batch, sequence]: used in place of the pass's tokens."""
-        x: Tensor = self.word_embeddings((run.tokens if tokens is None else tokens).t())
+    def forward(self, run: Pass, ahead: Ahead | None = None) -> Tensor:
+        """ahead: its tokens are used in place of the pass's."""
+        given = run if ahead is None else ahead
+        x: Tensor = self.word_embeddings(given.tokens.t())
         if self.scale is not None:
             # Round the scale to the dtype first, as transformers does.
             x = x * torch.tensor(self.scale, dtype=x.dtype)
+        if given.pictures is not None:
+            x = given.pictures.embedded(x, self.ranks)
         if self.position_embeddings is not None:
             rows = run.positions + self.first_position
             x = x + self.position_embeddings(self.ranks.own_part(rows))

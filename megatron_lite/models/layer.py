@@ -119,7 +119,9 @@ class Layer(Residual):
         return self._ended(x, run)
 
     def _ended(self, x: Tensor, run: Pass) -> Tensor:
-        """Add the layer's own input, and scale the sum with the layer's stored number, if it has them."""
+        """Add the layer's own input, scale the sum with the layer's stored number, and add to images, if there are such."""
+        if run.pictures is not None:
+            x = run.pictures.after(self.layer, x, self.ranks)
         if self.layer_input is not None:
             assert run.carried is not None
             x = self.layer_input(x, run.carried.input)

@@ -88,11 +88,11 @@ class Predictions(nn.Module):
         )
 
     def forward(
-        self, hidden: Tensor, run: Pass, embed: Callable[[Tensor], Tensor]
+        self, hidden: Tensor, run: Pass, embed: Callable[[Ahead], Tensor]
     ) -> Iterator[tuple[Tensor, Ahead]]:
-        """Yield (input of the head, its labels) for each depth. embed: embeds tokens [batch, sequence]."""
+        """Yield (input of the head, its labels) for each depth. embed: embeds the tokens."""
         for layer, ahead in zip(self.layers, run.ahead, strict=True):
-            embedded = embed(ahead.tokens)
+            embedded = embed(ahead)
 
             def through(layer: nn.Module, x: Tensor, embedded: Tensor = embedded) -> Any:
                 return layer(embedded, x, run)

@@ -15,6 +15,7 @@ from megatron_lite.models.cache import Cache
 from megatron_lite.models.carried import Carried
 from megatron_lite.models.masks import cache_mask
 from megatron_lite.models.moe.balance import Balance
+from megatron_lite.models.pictures import PlacedPictures, Spread
 from megatron_lite.models.rotary import Rotary, local_positions, usual_positions
 from megatron_lite.parallel.context import ContextGroup
 
@@ -96,6 +97,8 @@ class Ahead:
     """float32; 0 where a document has no token that far ahead."""
     counting: Tensor
     """float32 []: the sum of the whole microbatch's weights."""
+    pictures: PlacedPictures | None
+    """The images among the tokens; None without images."""
 
 
 class LargestScores:
@@ -122,6 +125,8 @@ class Pass:
     """cos and sin of these positions, [sequence, batch or 1, 1, rotated]; see rotary.py. None without rotary positions."""
     local_rotary: tuple[Tensor, Tensor] | None = None
     """cos and sin for layers with a window if these have another base; None if not."""
+    pictures: PlacedPictures | None = None
+    """None without images."""
     packed: Packed | None = None
     """The documents of whole rows; None: each row is one document."""
     context: ContextGroup | None = None
@@ -225,11 +230,14 @@ class Passes:
         scores: LargestScores | None = None,
     ) -> Pass:
         """Make a pass. batch: with whole sequences. share, seed, balance, cache, scores: see Pass."""
-        places = self._places(batch.tokens, batch.positions)
+        places = self._places(batch.tokens, batch.positions, batch.pair_positions)
         weights = None if batch.loss_mask is None else self._own(batch.loss_mask.float())
         packed = None if batch.documents is None else Packed(batch.documents, self._device)
+        pictures = None if batch.pictures is None else batch.pictures.spread()
         counting, ahead = (
-            self._ahead(batch, packed) if self._depths and torch.is_grad_enabled() else (None, ())
+            self._ahead(batch, packed, pictures)
+            if self._depths and torch.is_grad_enabled()
+            else (None, ())
         )
         return Pass(
             tokens=self._own(batch.tokens),
@@ -239,6 +247,7 @@ class Passes:
             in_order=batch.positions is None,
             rotary=places.rotary,
             local_rotary=places.local_rotary,
+            pictures=None if pictures is None else pictures.own(self._own),
             packed=packed,
             context=self._context,
             share=share,
@@ -254,7 +263,9 @@ class Passes:
             scores=scores,
         )
 
-    def _ahead(self, batch: Microbatch, packed: Packed | None) -> tuple[Tensor, tuple[Ahead, ...]]:
+    def _ahead(
+        self, batch: Microbatch, packed: Packed | None, pictures: Spread | None
+    ) -> tuple[Tensor, tuple[Ahead, ...]]:
         """Return (sum of weights, inputs of each depth). Shift before sharding: the next token may be on another rank."""
         tokens = batch.tokens
         labels = batch.labels
@@ -271,8 +282,15 @@ class Passes:
             tokens, labels, weights = (
                 x.roll(-1, 1).masked_fill(ends, 0) for x in (tokens, labels, weights)
             )
+            pictures = None if pictures is None else pictures.ahead(ends)
             own = self._own
-            ahead = Ahead(own(tokens), own(labels), own(weights), weights.sum())
+            ahead = Ahead(
+                own(tokens),
+                own(labels),
+                own(weights),
+                weights.sum(),
+                None if pictures is None else pictures.own(own),
+            )
             found.append(ahead)
         return counting, tuple(found)
 
@@ -283,7 +301,7 @@ class Passes:
         source, visible = batch.source, batch.source_visible
         if source is None:
             return None
-        places = self._places(source, None)
+        places = self._places(source)
         return Pass(
             tokens=source,
             labels=source,
@@ -296,9 +314,12 @@ class Passes:
             visible=torch.ones_like(source, dtype=torch.bool) if visible is None else visible,
         )
 
-    def _places(self, tokens: Tensor, positions: Tensor | None) -> "Places":
+    def _places(
+        self, tokens: Tensor, positions: Tensor | None = None, pairs: Tensor | None = None
+    ) -> "Places":
+        """pairs: see Microbatch.pair_positions."""
         if positions is not None:
-            return self._at(positions.t())
+            return self._at(positions.t(), None if pairs is None else pairs.transpose(0, 1))
         length = tokens.shape[1]
         if length not in self._whole:
             with torch.inference_mode(False):  # a training pass may use these tensors later
@@ -307,13 +328,14 @@ class Passes:
                 )
         return self._whole[length]
 
-    def _at(self, positions: Tensor) -> "Places":
+    def _at(self, positions: Tensor, pairs: Tensor | None = None) -> "Places":
         own = self._own(positions, 0)
-        tables, local = (
-            None if each is None else each.tables(own)
-            for each in (self._rotary, self._local_rotary)
+        rotated = own if pairs is None else self._own(pairs, 0)
+        return Places(
+            own,
+            None if self._rotary is None else self._rotary.tables(rotated),
+            None if self._local_rotary is None else self._local_rotary.tables(own),
         )
-        return Places(own, tables, local)
 
 
 def _ends(tokens: Tensor, packed: Packed | None) -> Tensor:

@@ -140,8 +140,12 @@ class Rotary:
         self._dtype, self._magnitude = dtype, magnitude(config)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos, sin [sequence, batch or 1, 1, rotated] for `rotate`. positions: int64 [sequence, batch or 1]."""
-        angles = positions.float()[..., None, None] * self._frequencies
+        """Return cos, sin [sequence, batch or 1, 1, rotated] for `rotate`.
+
+        positions: int64 [sequence, batch or 1], or [sequence, batch, rotated / 2] with a position for each pair.
+        """
+        of_pairs = positions if positions.dim() == 3 else positions[..., None]
+        angles = of_pairs.float()[..., None, :] * self._frequencies
         cos, sin = ((x * self._magnitude).to(self._dtype) for x in (angles.cos(), angles.sin()))
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

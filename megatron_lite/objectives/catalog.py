@@ -6,6 +6,7 @@ from megaconv import plugins
 from megaconv.errors import PluginError, UsageError
 from megatron_lite.objectives.answers import Answers
 from megatron_lite.objectives.blocks import Blocks
+from megatron_lite.objectives.image_chats import ImageChats
 from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pairs import Pairs
@@ -25,6 +26,7 @@ OBJECTIVES: tuple[type[Objective], ...] = (
     Blocks,
     MaskedWords,
     MaskedSpans,
+    ImageChats,
     Objective,
 )
 """The first one that the flags select is used. The last one, the next token, is for all other runs."""

@@ -10,15 +10,13 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.finetuning.chat import read_template
-from megatron_lite.data.finetuning.dataset import (
-    FinetuneDataset,
-    PairDataset,
-    samples_of,
-    split_datasets,
-)
+from megatron_lite.data.finetuning.dataset import FinetuneDataset, PairDataset
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
+from megatron_lite.data.finetuning.image_dataset import ImageDataset
 from megatron_lite.data.finetuning.pieces import PairPieces, Pieces, pairs_for, pieces_for
 from megatron_lite.data.finetuning.preview import preview
+from megatron_lite.data.finetuning.splits import samples_of, split_datasets
+from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
@@ -29,17 +27,27 @@ from megatron_lite.settings.sizes import Sizes
 
 
 def read_examples_of(
-    settings: Settings, tokenizer: Tokenizer, *, pairs: bool, margins: bool = False
+    settings: Settings,
+    tokenizer: Tokenizer,
+    *,
+    pairs: bool,
+    margins: bool = False,
+    images: ImageReader | None = None,
 ) -> "ExampleData":
     """Read --finetune-data and --valid-finetune-data. Raises UsageError, CorruptCheckpoint.
 
-    pairs: whether records are pairs of answers. margins: whether pairs may have margins.
+    pairs: whether records are pairs of answers. margins: whether pairs may have margins. images: reads images in chats.
     """
     data = settings.data
     assert data.finetune_data is not None
     template = read_template(data.chat_template)
     options = ReadingOptions(
-        data.finetune_form, data.finetune_turns, template, pairs=pairs, margins=margins
+        data.finetune_form,
+        data.finetune_turns,
+        template,
+        pairs=pairs,
+        margins=margins,
+        images=images,
     )
     valid = None
     if data.valid_finetune_data:
@@ -131,7 +139,7 @@ class ExampleData(TrainingData):
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of the data, and warnings about examples that were left out."""
-        assert isinstance(dataset, FinetuneDataset | PairDataset)
+        assert isinstance(dataset, FinetuneDataset | ImageDataset | PairDataset)
         assert self.packed is not None
         noun = "pair" if self.pairs else "example"
         yield self._summary(setup, self.packed.train, dataset, noun)
@@ -146,7 +154,11 @@ class ExampleData(TrainingData):
             yield from preview(dataset[0], setup.tokenizer)
 
     def _summary(
-        self, setup: Setup, pieces: Pieces, dataset: FinetuneDataset | PairDataset, noun: str
+        self,
+        setup: Setup,
+        pieces: Pieces,
+        dataset: FinetuneDataset | ImageDataset | PairDataset,
+        noun: str,
     ) -> str:
         examples = pieces.examples
         seq = setup.sizes.seq
@@ -160,6 +172,8 @@ class ExampleData(TrainingData):
             samples = f"2 rows of {seq} tokens each"
         steps = epoch / setup.sizes.batch.full
         plural = "" if steps == 1 else "s"
+        if examples.images is not None and examples.images.placed:
+            number = f"{number}, {counted(len(examples.images.placed), 'image')}"
         return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
 
 

@@ -81,7 +81,7 @@ class Objective:
         check_sources(settings.data)
         if settings.data.finetune_data:
             return read_examples_of(settings, tokenizer, pairs=False)
-        for name in ("valid_finetune_data", "finetune_form", "show_sample"):
+        for name in ("valid_finetune_data", "finetune_form", "image_encoder", "show_sample"):
             if name in settings.given:
                 raise UsageError(f"--{name.replace('_', '-')} requires --finetune-data")
         return Corpus(self.sampling)

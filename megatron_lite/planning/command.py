@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
-from megaconv.families import read_config
+from megaconv.families import has_text_only, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -210,7 +210,8 @@ def read_model(load: str) -> ModelConfig:
     path = Path(load)
     file = path / CONFIG_NAME if path.is_dir() else path
     if file.is_file() and file.suffix == ".json":
-        return read_config(file, whole=True)[1]
+        is_multimodal = file.name == CONFIG_NAME and has_text_only(file.parent)
+        return read_config(file, text_only=is_multimodal, whole=True)[1]
     from megaconv.commands.inspection import inspect
     from megaconv.options import LoadOptions
 

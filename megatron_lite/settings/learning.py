@@ -51,6 +51,12 @@ class Data:
     chat_template: str | None = flag(
         None, "file with a chat template (default: the tokenizer's own)"
     )
+    image_encoder: str | None = flag(
+        None,
+        "multimodal model whose encoder reads the images in --finetune-data, and is not trained: a directory of Hugging Face's files "
+        "(default: --load, if it is one)",
+        samples=True,
+    )
     show_sample: bool = flag(
         False, "print the first sample of --finetune-data and its learned parts"
     )

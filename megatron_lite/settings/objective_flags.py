@@ -16,7 +16,7 @@ OTHER_DATA = (
 
 def check_objective_flags(settings: Settings) -> None:
     """Raise UsageError for the first flag of an objective that is wrong, or that the run's objective does not use."""
-    for judge in (_pairs, _rewards, _policy, _task, _of_package):
+    for judge in (_pairs, _rewards, _policy, _task, _of_package, _images):
         for wrong, message in judge(settings):
             if wrong:
                 raise UsageError(message)
@@ -234,4 +234,19 @@ def _of_package(settings: Settings) -> Judged:
         yield (
             bool(asked),
             f"--objective {name} and {flag} are two objectives; leave one of them out",
+        )
+
+
+def _images(settings: Settings) -> Judged:
+    """Checks of training on images."""
+    others = (
+        ("--dpo", settings.dpo.dpo),
+        ("--reward-modeling", settings.rewards.reward_modeling),
+        ("--grpo", settings.grpo.grpo),
+        ("--task", settings.tasks.task is not None),
+    )
+    for flag, asked in others:
+        yield (
+            asked and settings.data.image_encoder is not None,
+            f"--image-encoder is for the images of chats, and {flag} learns from something else; leave one of them out",
         )

@@ -26,6 +26,7 @@ from tests.families.test_families import write_model
 from tests.models import write_llama
 from tests.neighbours import write_automodel, write_bridge, write_nemo, write_swift
 from tests.runs import run
+from tests.trainer.multimodal import create, write_chats
 
 NOT_RUN = {
     "installs from the network": (r"pip install ", r"^git clone ", r"-m venv ", r"^npm install "),
@@ -349,6 +350,9 @@ def usual(llama: Path) -> dict[str, Make]:
         **dict.fromkeys(("metrics.jsonl", "run-a/metrics.jsonl", "run-b/metrics.jsonl"), METRICS),
         "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
         "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
+        **dict.fromkeys(
+            ("Qwen2.5-VL-3B", "Qwen2.5-VL-3B-Instruct"), partial(create, "qwen2_5_vl")
+        ),
         "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),
         "Llama-3.2-11B-Vision": fixture("whole-qwen2_5_vl"),
         "gemma-4-31B": multimodal(llama),
@@ -404,6 +408,13 @@ def write_prompts(target: Path) -> None:
     (target.parent / "rewards.py").write_text(REWARDS)
 
 
+def write_image_chats(target: Path) -> None:
+    """Chats with their images beside them."""
+    write_chats(target.parent)
+    if target.name != "chats.jsonl":
+        shutil.copy(target.parent / "chats.jsonl", target)
+
+
 def write_whisper(target: Path) -> None:
     """A model of an architecture that no family has."""
     write_llama(target, extra_config={"architectures": ["WhisperForConditionalGeneration"]})
@@ -442,6 +453,7 @@ def special(page: str) -> Mapping[str, Make]:
         },
         "docs/families.md": {"whisper-large": write_whisper},
         "docs/hybrids.md": {"Qwen3-Next": lambda target: write_model(target, "qwen3_next")},
+        "docs/images.md": dict.fromkeys(("chats.jsonl", "more-chats.jsonl"), write_image_chats),
         "docs/grpo.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(

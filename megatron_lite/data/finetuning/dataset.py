@@ -1,18 +1,34 @@
 """`--finetune-data`: samples of whole examples, which don't attend to each other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.errors import CorruptCheckpoint
-from megatron_lite.data.corpora import parse_split, part_of
 from megatron_lite.data.finetuning.packing import epochs
 from megatron_lite.data.finetuning.pieces import PairPieces, Pieces
-from megatron_lite.data.samples import Dataset, Sample
+from megatron_lite.data.samples import Sample
+
+
+@dataclass(frozen=True)
+class Part:
+    """An example in a sample: tokens [first, last) of all examples, whose inputs are from `start` on."""
+
+    first: int
+    last: int
+    start: int
+
+    @property
+    def count(self) -> int:
+        """Number of inputs. A token's label is the next token, so an example of n tokens has n - 1 inputs."""
+        return self.last - self.first - 1
+
+    @property
+    def place(self) -> slice:
+        """The inputs' place in the sample."""
+        return slice(self.start, self.start + self.count)
 
 
 class FinetuneDataset:
@@ -45,32 +61,34 @@ class FinetuneDataset:
         """Number of samples in the first epoch."""
         return self._epochs[0]
 
+    def parts(self, index: int) -> Iterator[Part]:
+        """Yield the examples of a sample."""
+        start = 0
+        for number in self._packs[index]:
+            part = Part(int(self._pieces.starts[number]), int(self._pieces.ends[number]), start)
+            yield part
+            start += part.count
+
     def __getitem__(self, index: int) -> Sample:
-        pack = self._packs[index]
         length = self._seq_length
         tokens = np.zeros(length, np.int64)
         labels = np.zeros(length, np.int64)
         position_ids = np.zeros(length, np.int64)
         loss_mask = np.zeros(length, np.float32)
         # Unused positions form a separate document.
-        documents = np.full(length, len(pack), np.int32)
+        documents = np.full(length, len(self._packs[index]), np.int32)
         examples = self._pieces.examples
-        start = 0
-        for ordinal, number in enumerate(pack):
-            first = int(self._pieces.starts[number])
-            last = int(self._pieces.ends[number])
-            # A token's label is the next token, so an example of n tokens has n - 1 positions.
-            count = last - first - 1
-            read = slice(first, last - 1)
-            predicted = slice(first + 1, last)
-            place = slice(start, start + count)
-            tokens[place] = examples.tokens[read]
+        end = 0
+        for ordinal, part in enumerate(self.parts(index)):
+            place, count = part.place, part.count
+            predicted = slice(part.first + 1, part.last)
+            tokens[place] = examples.tokens[part.first : part.last - 1]
             labels[place] = examples.tokens[predicted]
             loss_mask[place] = examples.learned[predicted]
             position_ids[place] = np.arange(count)
             documents[place] = ordinal
-            start = place.stop
-        position_ids[start:] = np.arange(length - start)
+            end = place.stop
+        position_ids[end:] = np.arange(length - end)
         return Sample(tokens, labels, loss_mask, position_ids, documents)
 
 
@@ -146,53 +164,3 @@ def shuffled_epochs(
     random, drawn = np.random.RandomState(seed), len(members) if samples is None else samples
     orders = [random.permutation(members) for _ in range(-(-drawn // len(members)))]
     return np.concatenate(orders)[:drawn]
-
-
-def _dataset(
-    source: Pieces, members: NDArray[np.int64], seq_length: int, samples: int | None, seed: int
-) -> Dataset:
-    if isinstance(source, PairPieces):
-        return pair_dataset(source, members, seq_length, samples, seed)
-    return FinetuneDataset(source, members, seq_length, samples, seed)
-
-
-def split_datasets(
-    pieces: Pieces,
-    valid: Pieces | None,
-    split: str | None,
-    seq_length: int,
-    seed: int,
-    samples: Sequence[int | None],
-) -> list[Dataset | None]:
-    """Return the datasets for training, evaluation and test. Without a split, all of `pieces` is for training.
-
-    valid: pieces for evaluation. Raises CorruptCheckpoint if there is nothing to learn.
-    """
-    parts = parse_split(split or "1")
-    found: list[Dataset | None] = []
-    for place, (part, count) in enumerate(zip(parts, samples, strict=True)):
-        source = valid if place == 1 and valid is not None else pieces
-        part = (0.0, 1.0) if source is valid else part
-        members = (
-            part_of(part, len(source)) if part is not None and count != 0 else np.empty(0, np.int32)
-        )
-        if len(members):
-            found.append(_dataset(source, members.astype(np.int64), seq_length, count, seed))
-        else:
-            found.append(None)
-    if not len(pieces):
-        raise CorruptCheckpoint(
-            f"--finetune-data: nothing that is to be learned lies in the first {seq_length} tokens of an example; "
-            "--seq-length takes more"
-        )
-    return found
-
-
-def samples_of(pieces: Pieces, seq_length: int, seed: int, split: str | None, count: int) -> int:
-    """Return the number of samples in the first `count` epochs of the training part."""
-    part = parse_split(split or "1")[0]
-    members = part_of(part, len(pieces)) if part is not None else np.empty(0, np.int32)
-    if isinstance(pieces, PairPieces):
-        return count * len(members)
-    made = epochs(members.astype(np.int64), pieces.ends - pieces.starts - 1, seq_length, seed)
-    return sum(len(packs) for packs in islice(made, count))

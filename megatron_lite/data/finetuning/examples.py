@@ -1,9 +1,11 @@
 """All examples as tokens in memory, with a mark on learned tokens."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,13 @@ from megatron_lite.data.encoding import (
     read_fields,
 )
 from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
-from megatron_lite.data.finetuning.forms import Chat, Plain, read_record
+from megatron_lite.data.finetuning.forms import IMAGES, Chat, Plain, read_record
+from megatron_lite.data.finetuning.image_chat import encode_with_images, has_images
 from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
+from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
+from megatron_lite.data.images.places import Images, Placed
+from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
 
 
@@ -35,6 +41,8 @@ class ReadingOptions:
     """Records are pairs of answers. Examples then come in pairs, the chosen one first."""
     margins: bool = False
     """Read the margins of pairs."""
+    images: ImageReader | None = None
+    """Reads images in messages; None: records with images are refused."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class Examples:
     """Number of pairs left out because both answers are the same."""
     margins: NDArray[np.float64] | None = None
     """[pairs], 0 for a pair without a margin; None if no pair has one, or if margins are not read."""
+    images: Images | None = None
+    """None for a model that reads no images."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -82,16 +92,24 @@ def read_examples(
     tokens: list[NDArray[np.int32]] = []
     learned: list[NDArray[np.bool_]] = []
     divisible: list[bool] = []
+    images: list[Placed] = []
+    count = 0
     for name in find_files(words, flag):
         for record in read_records(name):
             try:
-                found = encoder.encode_pair(record) if options.pairs else [encoder.encode(record)]
+                found = (
+                    encoder.encode_pair(record)
+                    if options.pairs
+                    else [encoder.encode(record, Path(name).parent)]
+                )
             except (BadRecord, ValueError, TypeError) as error:
                 raise CorruptCheckpoint(f"{record.where}: {_reason(record, error)}") from error
             for made in found:
                 tokens.append(np.array(made.ids, np.int32))
                 learned.append(np.array(made.learned, bool))
                 divisible.append(isinstance(record.content, str))
+                images += [image._replace(start=count + image.start) for image in made.images]
+                count += len(made.ids)
     if not tokens:
         what = "pairs whose answers differ" if options.pairs else "examples"
         raise CorruptCheckpoint(f"{', '.join(words)}: there are no {what}")
@@ -103,6 +121,7 @@ def read_examples(
         encoder.plain_chats // (2 if options.pairs else 1),
         encoder.equal,
         _filled(encoder.margins),
+        None if options.images is None else Images.of(options.images, images),
     )
 
 
@@ -131,13 +150,23 @@ class _Encoder:
         self.margins: list[float | None] = []
         """The margins of the pairs that are not left out."""
 
-    def encode(self, record: Record) -> Encoded:
-        """Encode a record. Raises BadRecord, and the tokenizer's errors for a text that it refuses."""
+    def encode(self, record: Record, directory: Path) -> Encoded:
+        """Encode a record. directory: of its file. Raises BadRecord, and the tokenizer's errors for a text that it refuses."""
         if isinstance(record.content, str):
             return self._plain(Plain("", record.content))
-        reading = read_record(read_fields(record.content), self._options.finetune_form)
-        self.unread.update(reading.unread)
-        return self._example(reading.example)
+        fields = read_fields(record.content)
+        reading = read_record(fields, self._options.finetune_form)
+        reader = self._options.images
+        if reader is None:
+            _refuse_images(reading.example)
+            self.unread.update(reading.unread)
+            return self._example(reading.example)
+        self.unread.update(reading.unread - set(IMAGES))
+        if isinstance(reading.example, Plain):
+            _refuse_listed_images(fields)
+            return self._plain(reading.example)
+        chat = with_images(reading.example, fields)
+        return encode_with_images(chat, self._opened_template(), reader, directory)
 
     def encode_pair(self, record: Record) -> list[Encoded]:
         """Return the chosen and the rejected answer, or [] if they are equal. Raises the same errors as encode."""
@@ -176,6 +205,9 @@ class _Encoder:
         return bool(self._options.chat_template) or has_chat_template(self._tokenizer)
 
     def _chat(self, chat: Chat) -> Encoded:
+        return self._opened_template().encode(chat)
+
+    def _opened_template(self) -> ChatTemplate:
         if self._template is None:
             if not isinstance(self._tokenizer, HuggingFaceTokenizer):
                 raise UsageError(
@@ -187,7 +219,7 @@ class _Encoder:
                 self._options.finetune_turns,
                 pairs=self._options.pairs,
             )
-        return self._template.encode(chat)
+        return self._template
 
     def _plain(self, text: Plain) -> Encoded:
         """Encode a plain text, with the model's begin and end tokens unless the text has them already."""
@@ -202,6 +234,18 @@ class _Encoder:
         if answer[-1] != self._eod:
             answer = [*answer, self._eod]
         return Encoded(asked + answer, [False] * len(asked) + [True] * len(answer))
+
+
+def _refuse_images(example: Chat | Plain) -> None:
+    if isinstance(example, Chat) and has_images(example):
+        raise BadRecord(
+            "has an image, and the model of this run reads text alone; --image-encoder DIRECTORY names a multimodal model that reads it"
+        )
+
+
+def _refuse_listed_images(fields: Mapping[str, Any]) -> None:
+    if any(fields.get(name) for name in IMAGES):
+        raise BadRecord('has images, but no messages where they could be; expected "messages"')
 
 
 def _prompt(example: Encoded) -> list[int]:

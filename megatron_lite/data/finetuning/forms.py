@@ -7,6 +7,8 @@
 | alpaca | `instruction`, `output`; `input`, `system` | Stanford Alpaca |
 | prompt | `prompt` and `completion`, or `input` and `output` | |
 | text | `text` | |
+
+Messages and conversations may have images (record_images.py).
 """
 
 import json
@@ -39,6 +41,8 @@ class Chat:
     """Number of first messages that are not learned, whichever role wrote them."""
     plain: Plain | None = None
     """The same example as plain text, for a tokenizer without a template; None if the form has no plain text."""
+    images: Sequence[Any] = ()
+    """The images as the record names them, in the order of their places in the messages."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,12 @@ ROLES = {
 
 
 def _messages(record: Mapping[str, Any]) -> Chat:
-    return Chat(read_turns(record, "messages"), read_tools(record))
+    return Chat(read_turns(record, "messages", images=True), read_tools(record))
 
 
 def _conversations(record: Mapping[str, Any]) -> Chat:
-    return Chat([*read_system(record), *read_turns(record, "conversations")], read_tools(record))
+    turns = read_turns(record, "conversations", images=True)
+    return Chat([*read_system(record), *turns], read_tools(record))
 
 
 def _alpaca(record: Mapping[str, Any]) -> Chat:
@@ -118,6 +123,10 @@ CONTENT = {name for form in FORMS for name in (*form.fields, *form.optional)} | 
 NAMES = tuple(dict.fromkeys(form.name for form in FORMS))
 
 
+IMAGES = ("images", "image")
+"""Fields with images, which are read if the model reads images."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """A record that was read."""
@@ -130,6 +139,7 @@ class Reading:
 def read_record(record: Mapping[str, Any], wanted: str | None = None) -> Reading:
     """Read a record. wanted: the form to read if records have the fields of several; other forms are then ignored.
 
+    Messages may have parts for images; see record_images.py.
     Raises BadRecord for a record without a form, and for content that would be left out.
     """
     present = {name: value for name, value in record.items() if value is not None}
@@ -198,19 +208,19 @@ def read_tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
     return tools
 
 
-def read_turns(record: Mapping[str, Any], name: str) -> list[Message]:
-    """Return the messages in a field. Raises BadRecord."""
+def read_turns(record: Mapping[str, Any], name: str, *, images: bool = False) -> list[Message]:
+    """Return the messages in a field. images: whether they may have images. Raises BadRecord."""
     turns = record[name]
     if not isinstance(turns, list) or not turns:
         raise BadRecord(f'its "{name}" should be a list of messages')
     return [
-        read_message(turn, f'message {number} of its "{name}"')
+        read_message(turn, f'message {number} of its "{name}"', images=images)
         for number, turn in enumerate(turns, 1)
     ]
 
 
-def read_message(turn: Any, where: str) -> Message:
-    """Read {role, content}, or ShareGPT's {from, value}, in any form."""
+def read_message(turn: Any, where: str, *, images: bool = False) -> Message:
+    """Read {role, content}, or ShareGPT's {from, value}, in any form. With an image, the content is a list of parts."""
     if not isinstance(turn, Mapping):
         raise BadRecord(f"{where} should be an object")
     rest = {key: value for key, value in turn.items() if value is not None}
@@ -226,8 +236,8 @@ def read_message(turn: Any, where: str) -> Message:
                 f"{where} has a loss weight, which is not supported; end the conversation before it"
             )
     if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
-    if content is not None and not isinstance(content, str):
+        content = _parts(content, where, images=images)
+    if content is not None and not isinstance(content, str | list):
         kind = type(content).__name__
         raise BadRecord(f"{where} should have text for its content, found {kind}")
     # A message of tool calls alone may have no content. Templates that join it with other text need one, as in the server.
@@ -236,13 +246,20 @@ def read_message(turn: Any, where: str) -> Message:
     return message
 
 
-def _part(part: Any, where: str) -> str:
-    """Return the text of one part of a content list. Raises BadRecord for a part that is not text."""
-    if (
-        isinstance(part, Mapping)
-        and isinstance(part.get("text"), str)
-        and part.get("type") in ("text", None)
-    ):
-        text: str = part["text"]
-        return text
-    raise BadRecord(f"{where} has content that is not text")
+def _parts(content: Sequence[Any], where: str, *, images: bool) -> str | list[Any]:
+    """Return the text of a content list, or its parts if there are images. Raises BadRecord for other parts."""
+    parts = [_part(part, where, images=images) for part in content]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: Any, where: str, *, images: bool) -> Mapping[str, Any]:
+    """Return {type: text, text} or {type: image, image}, whose image may be None. Raises BadRecord."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in (None, "text") and isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if not images or kind not in ("image", "image_url"):
+        raise BadRecord(f"{where} has content that is not text")
+    sources = (part.get(name) for name in ("image", "image_url", "path", "url"))
+    return {"type": "image", "image": next(filter(None, sources), None)}

@@ -37,6 +37,8 @@ def pieces_for(examples: Examples, seq_length: int) -> Pieces:
             ]
             continue
         end = min(last, first + seq_length + 1)
+        if examples.images is not None and end < last:
+            end = examples.images.last_whole(first, end)
         if not examples.learned[first + 1 : end].any():
             dropped += 1
             continue

@@ -1,17 +1,21 @@
 """`--show-sample`: a sample as text, with a mark on its learned parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 from numpy.typing import NDArray
 
 from megatron_lite.data.finetuning.dataset import PairSample
+from megatron_lite.data.finetuning.image_dataset import ImageSample
 from megatron_lite.data.samples import Sample
 from megatron_lite.data.tokenizer import Tokenizer
 
+MANY = 12
+"""The length of a repetition that is not spelled out."""
 
-def preview(sample: Sample | PairSample, tokenizer: Tokenizer) -> Iterator[str]:
+
+def preview(sample: Sample | ImageSample | PairSample, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a line for each run of learned or unlearned tokens, example by example. Special tokens are spelled out."""
     learned = int(sample.loss_mask.sum())
     if isinstance(sample, PairSample):
@@ -43,5 +47,19 @@ def _runs(
     # The first token is not a label; every other token is the label of the token before it.
     every, marks = [int(tokens[0]), *map(int, labels)], [False, *map(bool, mask)]
     for mark, run in groupby(zip(marks, every, strict=True), key=lambda pair: pair[0]):
-        text = tokenizer.spelled([token for _, token in run])
+        text = _spelled([token for _, token in run], tokenizer)
         yield f"    {'learned' if mark else 'given  '} {text!r}"
+
+
+def _spelled(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of tokens. A token that is repeated many times, as those of images are, is spelled once."""
+    text = ""
+    waiting: list[int] = []
+    for token, run in groupby(tokens):
+        times = len(list(run))
+        if times < MANY:
+            waiting += [token] * times
+            continue
+        text += tokenizer.spelled([*waiting, token]) + f" x {times:,} "
+        waiting = []
+    return text + tokenizer.spelled(waiting)

@@ -1,0 +1,104 @@
+"""The images of a chat: parts of its messages, or a field `images` beside them.
+
+| by | message | field |
+|---|---|---|
+| OpenAI | a part {"type": "image_url", "image_url": {"url": ...}} | |
+| Qwen | a part {"type": "image", "image": ...} | |
+| TRL | a part {"type": "image"}, or no part: the images come before the first text of the user | `images` |
+| ShareGPT, LLaVA | `<image>` in the text | `images` or `image` |
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from formats.wording import counted
+from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.finetuning.forms import IMAGES, Chat, Message
+
+PLACE = "<image>"
+"""Stands for an image in a text."""
+Part = Mapping[str, Any]
+
+
+def with_images(chat: Chat, record: Mapping[str, Any]) -> Chat:
+    """Return the chat with its images, and with a part {"type": "image"} in the place of each. Raises BadRecord.
+
+    Messages with images have a list of parts as content.
+    """
+    listed = _listed(record)
+    messages = [_split(message) if listed else message for message in chat.messages]
+    if listed and not any(_images_of(message) for message in messages):
+        messages = _with_images_first(messages, len(listed))
+    waiting = iter(listed)
+    images = [_found(part, waiting) for message in messages for part in _images_of(message)]
+    unused = len(list(waiting))
+    if unused:
+        raise BadRecord(
+            f"has {counted(len(listed), 'image')}, and {unused} more than places for them in its messages"
+        )
+    return replace(
+        chat, messages=[_without_sources(message) for message in messages], images=images
+    )
+
+
+def _listed(record: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the images in the record's own field."""
+    for name in IMAGES:
+        given = record.get(name)
+        if given is not None:
+            return given if isinstance(given, list) else [given]
+    return []
+
+
+def _split(message: Message) -> Message:
+    """Return the message with parts in place of a text that has places of images."""
+    content = message["content"]
+    if not isinstance(content, str) or PLACE not in content:
+        return message
+    first, *others = content.split(PLACE)
+    parts = _text(first)
+    for text in others:
+        parts += [{"type": "image"}, *_text(text)]
+    return {**message, "content": parts}
+
+
+def _text(text: str) -> list[Part]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _with_images_first(messages: Sequence[Message], count: int) -> list[Message]:
+    """Return the messages with images before the first text of the user."""
+    asked = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
+    if asked is None:
+        raise BadRecord("has images, but no message of the user where they could be")
+    message = messages[asked]
+    images = [{"type": "image"} for _ in range(count)]
+    changed = {**message, "content": [*images, *_text(message["content"])]}
+    return [*messages[:asked], changed, *messages[asked + 1 :]]
+
+
+def _images_of(message: Message) -> list[Part]:
+    content = message["content"]
+    return [] if isinstance(content, str) else [p for p in content if p["type"] == "image"]
+
+
+def _found(part: Part, waiting: Iterator[Any]) -> Any:
+    """Return the image of a part: its own, or the next one of the record's field."""
+    given = part.get("image")
+    if given is None:
+        given = next(waiting, None)
+    if given is None:
+        raise BadRecord("has more places for images in its messages than images")
+    return given
+
+
+def _without_sources(message: Message) -> Message:
+    """Return the message with {"type": "image"} for each image. Chat templates expect no more."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    return {
+        **message,
+        "content": [{"type": "image"} if p["type"] == "image" else p for p in content],
+    }

@@ -1,0 +1,95 @@
+"""The multimodal models whose images a run can train on: one line of a table for each kind of encoder.
+
+| kind | tokens of an image | positions |
+|---|---|---|
+| grid | one for each merged patch | row and column of each patch (mrope) |
+| fixed | the same number for each image | as a text |
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+Config = Mapping[str, Any]
+"""A multimodal model's config.json."""
+
+
+class Grid(NamedTuple):
+    """The tokens of an image, in rows and columns; an image without rows has (1, 1, tokens)."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns
+
+
+class Axes(NamedTuple):
+    """How the pairs of elements rotate by three positions of a token: frame, row and column (mrope)."""
+
+    sections: tuple[int, int, int]
+    """Number of pairs that rotate by each of them, in a config.json that doesn't say it."""
+    interleaved: bool
+    """True if frame, row and column take turns; False if their pairs are one after the other."""
+
+
+@dataclass(frozen=True)
+class ImageKind:
+    """How a kind of multimodal model reads images."""
+
+    model_types: tuple[str, ...]
+    token_keys: tuple[str, ...]
+    """The keys of config.json that may have the token that stands for a part of an image."""
+    grid: Callable[[Config, Mapping[str, Any]], Grid]
+    """Returns the tokens of an image from (config, the output of transformers' image processor for this image)."""
+    axes: Axes | None = None
+    """None if the tokens of images have positions as those of a text."""
+
+    def token_of(self, config: Config) -> int:
+        """Return the token that stands for each part of an image."""
+        return next(int(config[key]) for key in self.token_keys if key in config)
+
+
+def _merged(config: Config, processed: Mapping[str, Any]) -> Grid:
+    """Return the patches that are left after neighbours were merged."""
+    merge = config["vision_config"].get("spatial_merge_size", 2)
+    frames, rows, columns = (int(size) for size in processed["image_grid_thw"][0])
+    return Grid(frames, rows // merge, columns // merge)
+
+
+def _fixed(config: Config, processed: Mapping[str, Any]) -> Grid:
+    """Return the patches of an image of the one size that the encoder takes. `full` adds the token of the class."""
+    side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+    is_full = config.get("vision_feature_select_strategy", "default") == "full"
+    return Grid(1, 1, side * side + is_full)
+
+
+KINDS: Sequence[ImageKind] = (
+    ImageKind(
+        ("qwen2_vl", "qwen2_5_vl"),
+        ("image_token_id",),
+        _merged,
+        Axes((16, 24, 24), interleaved=False),
+    ),
+    ImageKind(
+        ("qwen3_vl", "qwen3_vl_moe"),
+        ("image_token_id",),
+        _merged,
+        Axes((24, 20, 20), interleaved=True),
+    ),
+    ImageKind(
+        ("qwen3_5", "qwen3_5_moe"),
+        ("image_token_id",),
+        _merged,
+        Axes((11, 11, 10), interleaved=True),
+    ),
+    ImageKind(("llava",), ("image_token_id", "image_token_index"), _fixed),
+)
+
+
+def kind_of(config: Config) -> ImageKind | None:
+    """Return the kind of a multimodal model; None if a run can't train on its images."""
+    model_type = config.get("model_type")
+    return next((kind for kind in KINDS if model_type in kind.model_types), None)

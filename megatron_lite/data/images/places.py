@@ -1,0 +1,59 @@
+"""The places of images among the tokens of all examples."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.data.images.kinds import Grid
+from megatron_lite.data.images.positions import positions_of
+from megatron_lite.data.images.reader import ImageReader
+
+
+class Placed(NamedTuple):
+    """An image in a sequence of tokens."""
+
+    number: int
+    """Number in the ImageReader."""
+    start: int
+    """The place of its first token."""
+    grid: Grid
+
+
+@dataclass(frozen=True)
+class Images:
+    """All images of the examples, in the order of their places."""
+
+    reader: ImageReader
+    placed: Sequence[Placed]
+    starts: NDArray[np.int64]
+    """The place of each image's first token."""
+
+    @classmethod
+    def of(cls, reader: ImageReader, placed: Sequence[Placed]) -> "Images":
+        return cls(reader, placed, np.array([image.start for image in placed], np.int64))
+
+    def within(self, first: int, end: int) -> Sequence[Placed]:
+        """Return the images whose first token is in [first, end)."""
+        start, stop = np.searchsorted(self.starts, (first, end))
+        return self.placed[start:stop]
+
+    def last_whole(self, first: int, end: int) -> int:
+        """Return the end of a part of an example that holds no part of an image: `end`, or the start of its last image.
+
+        The token at the end is a label alone.
+        """
+        inside = self.within(first, end - 1)
+        if inside and inside[-1].start + inside[-1].grid.tokens > end - 1:
+            return inside[-1].start + 1
+        return end
+
+    def positions(self, first: int, end: int) -> NDArray[np.int64]:
+        """Return int64 [end - first, 3]: frame, row and column of the tokens of a part of an example."""
+        return positions_of(end - first, self._grids(first, end))
+
+    def _grids(self, first: int, end: int) -> Iterator[tuple[int, Grid]]:
+        for image in self.within(first, end):
+            yield image.start - first, image.grid

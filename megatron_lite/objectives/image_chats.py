@@ -1,0 +1,131 @@
+"""Chats with images: the language model of a multimodal model learns answers, and its encoder reads the images."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megaconv.errors import UsageError
+from megaconv.families import has_text_only
+from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint.restore import Start
+from megatron_lite.data.batches import Batch
+from megatron_lite.data.datasets import check_sources
+from megatron_lite.data.finetuning.image_dataset import NO_IMAGE
+from megatron_lite.data.images.positions import axes_of_pairs
+from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.pictures import Pictures
+from megatron_lite.models.trainable import rotated_width
+from megatron_lite.objectives.examples import ExampleData, read_examples_of
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_encoder import ImageEncoder, deepest
+from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.training_data import Setup, TrainingData
+from megatron_lite.settings.config import Settings
+
+
+class ImageChats(Objective):
+    """The next token of chats that may have images."""
+
+    @classmethod
+    def of(cls, settings: Settings, model_type: str) -> "ImageChats | None":
+        reads_chats = settings.data.finetune_data and multimodal_model(settings) is not None
+        return cls() if reads_chats else None
+
+    def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
+        check_sources(settings.data)
+        directory = multimodal_model(settings)
+        assert directory is not None
+        return read_examples_of(settings, tokenizer, pairs=False, images=ImageReader(directory))
+
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        """Return the object that makes microbatches, with the encoder on each rank that computes the first layers."""
+        assert isinstance(data, ExampleData)
+        plain = super().feeder(engine, start, data, setup)
+        reader = _reader(data)
+        if reader is None:
+            return plain
+        encoder = None
+        if _reads_images(engine, deepest(reader.config)):
+            encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
+            setup.say(
+                f"the encoder of {reader.directory} reads the images: {encoder.parameters:,} parameters on this rank, not trained"
+            )
+        reader.keeps_ready = encoder is not None
+        axes = _axes(reader, setup.config)
+        return ImageFeeder(
+            **vars(plain),
+            reader=reader,
+            encoder=encoder,
+            axes_of_pairs=None if axes is None else axes.to(engine.grid.device),
+        )
+
+
+@dataclass(frozen=True)
+class ImageFeeder(Feeder):
+    """Makes microbatches with the images' features."""
+
+    reader: ImageReader
+    encoder: ImageEncoder | None
+    """None on a rank whose layers need no images."""
+    axes_of_pairs: Tensor | None
+    """int64 [rotated / 2]: the axis (0 to 2) by which each pair of elements rotates; None: a token has one position."""
+
+    def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
+        """Return a microbatch with its images and with the positions of their tokens."""
+        pairs = None
+        if self.axes_of_pairs is not None:
+            pairs = arrays["axes"].to(self.device)[..., self.axes_of_pairs]
+        return replace(made, pair_positions=pairs, pictures=self._pictures(made, arrays["images"]))
+
+    def _pictures(self, made: Microbatch, images: Tensor) -> Pictures | None:
+        numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
+        if self.encoder is None or not numbers:
+            return None
+        features = self.encoder.encode([self.reader.inputs(number) for number in numbers])
+        return Pictures(made.tokens == self.reader.token, *features)
+
+
+def multimodal_model(settings: Settings) -> Path | None:
+    """Return the model that may read images: --image-encoder, or --load if it is multimodal. Raises UsageError."""
+    asked, load = settings.data.image_encoder, settings.checkpointing.load
+    if asked is not None:
+        if not has_text_only(Path(asked)):
+            raise UsageError(
+                f"--image-encoder {asked}: is no multimodal model; expected a directory with its config.json and weights"
+            )
+        return Path(asked)
+    return Path(load) if load is not None and has_text_only(Path(load)) else None
+
+
+def _reader(data: ExampleData) -> ImageReader | None:
+    """Return the reader of the data's images; None if there are none."""
+    for examples in (data.train, data.valid):
+        if examples is not None and examples.images is not None and examples.images.placed:
+            return examples.images.reader
+    return None
+
+
+def _reads_images(engine: Engine, layers: int) -> bool:
+    """Return whether a rank has an embedding, or one of the first layers, to whose output the encoder adds.
+
+    layers: number of these first layers.
+    """
+    predicts = engine.config.mtp_layers > 0
+    return any(
+        chunk.is_first or (chunk.is_last and predicts) or chunk.first_layer < layers
+        for chunk in engine.grid.chunks()
+    )
+
+
+def _axes(reader: ImageReader, config: ModelConfig) -> Tensor | None:
+    """Return ImageFeeder.axes_of_pairs."""
+    if reader.axes is None:
+        return None
+    return torch.from_numpy(axes_of_pairs(reader.axes, reader.config, rotated_width(config) // 2))

@@ -1,0 +1,92 @@
+"""A multimodal model's encoder of images with its projector, as transformers computes it. It is not trained."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaconv.errors import UsageError
+from megaconv.extras import require_transformers
+from megatron_lite.data.images.reader import Inputs
+
+
+class Features(NamedTuple):
+    """What an encoder makes of images, in their order."""
+
+    vectors: Tensor
+    """[tokens, hidden]."""
+    further: tuple[Tensor, ...]
+    """[tokens, hidden] each: for the output of the first layers."""
+
+
+class ImageEncoder:
+    """The encoder of a multimodal model."""
+
+    def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
+        """Load the encoder. The language model is left out. Raises UsageError."""
+        transformers = require_transformers("an image")
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        _take_out_layers(config.text_config)
+        try:
+            with _quiet(transformers.utils.logging):
+                whole = transformers.AutoModelForImageTextToText.from_pretrained(
+                    directory, config=config, dtype=dtype, local_files_only=True
+                )
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(
+                f"{directory}: transformers can't load its encoder: {reason:.200}"
+            ) from error
+        model = whole.model
+        model.language_model = None
+        self._model = model.to(device).requires_grad_(False).eval()
+        self._device = device
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(parameter.numel() for parameter in self._model.parameters())
+
+    @torch.no_grad()
+    def encode(self, images: Sequence[Inputs]) -> Features:
+        """Return the features of images. images: the inputs of each, as ImageReader makes them."""
+        arguments = {name: self._joined(images, name) for name in images[0]}
+        output = self._model.get_image_features(**arguments)
+        further = getattr(output, "deepstack_features", None) or ()
+        # Each entry has one tensor for each image.
+        return Features(
+            torch.cat(tuple(output.pooler_output)),
+            tuple(torch.cat(tuple(each)) for each in further),
+        )
+
+    def _joined(self, images: Sequence[Inputs], name: str) -> Tensor:
+        """Return an argument of all images."""
+        joined = np.concatenate([image[name] for image in images])
+        return torch.from_numpy(joined).to(self._device)
+
+
+def _take_out_layers(text_config: Any) -> None:
+    """Change a language model's config, so that its layers are neither built nor read."""
+    text_config.num_hidden_layers = 0
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = []
+
+
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Keep transformers from saying that the files have layers which the model lacks. logging: its module."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def deepest(config: Mapping[str, Any]) -> int:
+    """Return the number of first layers to whose output the encoder adds. config: the multimodal model's config.json."""
+    return len(config["vision_config"].get("deepstack_visual_indexes") or ())

@@ -1,0 +1,215 @@
+"""Runs on chats with images: the same losses and gradients as transformers' whole model, and the way back into its files."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megaconv
+from tests.trainer.loop.launches import launch, metrics, train
+from tests.trainer.multimodal import MODELS, chats, create, token, write_chats
+
+pytest.importorskip("PIL.Image", reason="needs pillow")
+pytestmark = pytest.mark.oracle
+
+LR = 0.1
+STEP = (
+    f"--train-iters 1 --global-batch-size 1 --seq-length 288 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 "
+    f"--lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --metrics-file metrics.jsonl "
+    "--distributed-timeout-minutes 1 --save run"
+)
+"""One step, with all chats in its one sample. The weights change by the gradients."""
+IMAGES = (("0.png",), ("1.png", "2.png"), (), ("3.png",))
+"""The images of the chats."""
+BESIDE = ("visual", "vision_tower", "multi_modal_projector")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A chat as transformers takes it."""
+
+    arguments: dict[str, Any]
+    labels: torch.Tensor
+
+
+def examples(directory: Path) -> Iterator[Example]:
+    """The chats by transformers' own template, tokenizer and image processor."""
+    import transformers
+    from PIL import Image
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
+    processor = transformers.AutoImageProcessor.from_pretrained(directory / "hf")
+    for chat, names in zip(chats(), IMAGES, strict=True):
+        text = tokenizer.apply_chat_template(_plain(chat["messages"]), tokenize=False)
+        arguments: dict[str, Any] = {}
+        if names:
+            images = [Image.open(directory / "data" / name) for name in names]
+            arguments = dict(processor(images=images, return_tensors="pt"))
+        parts = text.split("<|image_pad|>")
+        text = parts[0]
+        for number, part in enumerate(parts[1:]):
+            text += "<|image_pad|>" * _tokens(arguments, number) + part
+        start = text.index("assistant\n") + len("assistant\n")
+        end = text.index("<|im_end|>", start) + len("<|im_end|>")
+        made = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        ids = torch.tensor(made["input_ids"])
+        learned = torch.tensor([start <= first < end for first, _ in made["offset_mapping"]])
+        arguments["input_ids"] = ids[None]
+        arguments["mm_token_type_ids"] = (ids[None] == token("<|image_pad|>")).int()
+        yield Example(arguments, ids.masked_fill(~learned, -100)[1:])
+
+
+def _plain(messages: list[Any]) -> list[Any]:
+    """The messages with images as the template expects them."""
+    asked, answer = messages
+    content = asked["content"]
+    if isinstance(content, str) and "<image>" in content:
+        content = [{"type": "image"}, {"type": "text", "text": content.removeprefix("<image>")}]
+    elif not isinstance(content, str):
+        content = [part if "text" in part else {"type": "image"} for part in content]
+    return [{**asked, "content": content}, answer]
+
+
+def _tokens(arguments: dict[str, Any], number: int) -> int:
+    grids = arguments.get("image_grid_thw")
+    return 16 if grids is None else int(grids[number].prod()) // 4
+
+
+def step_of_transformers(directory: Path) -> tuple[float, Any]:
+    """(loss, the model after one step)."""
+    import transformers
+
+    model = transformers.AutoModelForImageTextToText.from_pretrained(
+        directory / "hf", dtype=torch.float32
+    )
+    takes_types = model.config.model_type != "llava"
+    total, count = torch.zeros(()), 0
+    for example in examples(directory):
+        if not takes_types:
+            del example.arguments["mm_token_type_ids"]
+        logits = model(**example.arguments).logits[0, :-1]
+        total = total + torch.nn.functional.cross_entropy(logits, example.labels, reduction="sum")
+        count += int((example.labels != -100).sum())
+    loss = total / count
+    loss.backward()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not any(part in name for part in BESIDE):
+                parameter -= LR * parameter.grad
+    return loss.item(), model
+
+
+def make(kind: str, directory: Path) -> Path:
+    create(kind, directory / "hf")
+    return write_chats(directory / "data")
+
+
+def assert_equals(directory: Path, model: Any) -> None:
+    """The run's weights in the original's files are those of transformers' model."""
+    import transformers
+
+    megaconv.convert(
+        directory / "run", directory / "back", saver="hf", base=directory / "hf", optimizer=False,
+        allow_lossy=["out_norm"],
+    )  # fmt: skip
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    found = dict(load(directory / "back", dtype=torch.float32).named_parameters())
+    before = dict(load(directory / "hf", dtype=torch.float32).named_parameters())
+    for name, expected in model.named_parameters():
+        moved = (expected - before[name]).abs().max()
+        allowed = 1e-4 * moved + 2e-7 * expected.abs().max()
+        assert (found[name] - expected).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    """In packed rows, with several images in a chat, and with a chat without an image."""
+    make(kind, tmp_path)
+    expected, model = step_of_transformers(tmp_path)
+    running = train(tmp_path, 1, f"finetune --load hf --finetune-data data/chats.jsonl {STEP}")
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert "reads the images" in running.log(0)
+    assert "4 examples, 4 images" in running.log(0)
+    assert_equals(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--tensor-model-parallel-size 2 --sequence-parallel",
+        "--pipeline-model-parallel-size 2",
+        "--context-parallel-size 2",
+    ],
+)
+def test_a_step_is_the_same_in_every_layout(layout: str, tmp_path: Path) -> None:
+    """The encoder's further vectors are added on the ranks of the first layers."""
+    make("qwen3_vl", tmp_path)
+    expected, model = step_of_transformers(tmp_path)
+    train(tmp_path, 2, f"finetune --load hf --finetune-data data/chats.jsonl {layout} {STEP}")
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
+    assert_equals(tmp_path, model)
+
+
+def losses(directory: Path) -> list[tuple[float | None, float | None]]:
+    """(loss, loss of the evaluation) of each line of the metrics."""
+    return [(line.get("loss"), line.get("validation_loss")) for line in metrics(directory)]
+
+
+def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
+    make("qwen2_5_vl", tmp_path)
+    data = (
+        "--finetune-data data/chats.jsonl --valid-finetune-data data/chats.jsonl --eval-interval 2"
+    )
+    flags = f"finetune --load hf {data} {STEP}".replace("--train-iters 1", "--train-iters 4")
+    train(tmp_path, 1, flags)
+    whole = losses(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    again = flags.replace("--save run", "--save stopped")
+    train(tmp_path, 1, f"{again} --exit-interval 2")
+    train(tmp_path, 1, f"{again} --resume")
+    assert losses(tmp_path) == whole
+    # A run of the language model alone goes on with the encoder of the original.
+    once_more = STEP.replace("--save run", "--save further")
+    data = "--finetune-data data/chats.jsonl --image-encoder hf"
+    log = train(tmp_path, 1, f"finetune --load run {data} {once_more}").log(0)
+    assert "the encoder of hf reads the images" in log
+
+
+def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(tmp_path: Path) -> None:
+    make("qwen3_vl", tmp_path)
+    log = train(
+        tmp_path,
+        1,
+        f"finetune --load hf --finetune-data data/chats.jsonl --lora-rank 4 --guide {STEP}",
+    ).log(0)
+    assert "megaconv merge hf run" in log
+    megaconv.merge(tmp_path / "hf", tmp_path / "run", tmp_path / "merged")
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3VLForConditionalGeneration"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message", "status"),
+    [
+        ("--finetune-data data/gone.jsonl", "there is no such image; paths are relative", 3),
+        ("--finetune-data data/chats.jsonl --image-encoder data", "data: is no multimodal model", 2),
+        ("--finetune-data data/chats.jsonl --dpo --image-encoder hf", "--image-encoder is for the images of chats", 2),
+        ("--mock-data --image-encoder hf", "--image-encoder requires --finetune-data", 2),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused_in_one_line(
+    flags: str, message: str, status: int, tmp_path: Path
+) -> None:
+    make("llava", tmp_path)
+    write_chats(tmp_path / "data")
+    record = {**chats()[3], "images": ["gone.png"]}
+    (tmp_path / "data" / "gone.jsonl").write_text(json.dumps(record))
+    running = launch(tmp_path, 1, f"finetune --load hf {flags} {STEP}")
+    assert running.wait() == [status]
+    assert message in running.log(0)
+    assert "Traceback" not in running.log(0)
+    assert not (tmp_path / "run").exists()

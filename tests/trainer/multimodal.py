@@ -1,0 +1,214 @@
+"""Small random multimodal models in Hugging Face's files, with tokenizer and image processor, and chats with images for them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
+{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
+{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}\
+{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SIZES = ((56, 40), (24, 24), (64, 32), (33, 47))
+"""(width, height) of the images of the chats."""
+TEXT: Mapping[str, Any] = {
+    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
+    "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
+}  # fmt: skip
+GRID: Mapping[str, Any] = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def token(name: str) -> int:
+    """The id of a special token."""
+    return 256 + SPECIAL.index(name)
+
+
+def chats() -> list[Any]:
+    """Chats in all forms of images that a record may have, and one without an image."""
+    return [
+        _chat([_image("0.png"), _text("what is it?")], "a cat"),
+        _chat([_text("compare "), _image("1.png"), _text(" and "), _url("2.png")], "they differ"),
+        _chat("no image", "none"),
+        {**_chat("<image>\nhello", "bye"), "images": ["3.png"]},
+    ]
+
+
+def _chat(asked: Any, answer: str) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def _text(text: str) -> Any:
+    return {"type": "text", "text": text}
+
+
+def _image(name: str) -> Any:
+    return {"type": "image", "image": name}
+
+
+def _url(name: str) -> Any:
+    return {"type": "image_url", "image_url": {"url": name}}
+
+
+def write_chats(directory: Path, records: Sequence[Any] | None = None) -> Path:
+    """Write chats.jsonl and its images."""
+    from PIL import Image
+
+    directory.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(0)
+    for number, (width, height) in enumerate(SIZES):
+        pixels = random.integers(0, 255, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(directory / f"{number}.png")
+    path = directory / "chats.jsonl"
+    lines = map(json.dumps, chats() if records is None else records)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def tokenizer() -> Any:
+    """A tokenizer of bytes with the special tokens and the template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(list(SPECIAL))
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def _qwen2_vl(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        **GRID,
+        "depth": 2,
+        "embed_dim": 16,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+    }
+    return transformers.Qwen2VLConfig, {
+        "text_config": _rotating([2, 1, 1]),
+        "vision_config": vision,
+    }
+
+
+def _qwen2_5_vl(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "window_size": 16,
+        "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    return transformers.Qwen2_5_VLConfig, {
+        "text_config": _rotating([1, 1, 2]),
+        "vision_config": vision,
+    }
+
+
+_VISION_3 = {
+    **GRID, "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
+    "num_position_embeddings": 64,
+}  # fmt: skip
+
+
+def _qwen3_vl(transformers: Any) -> tuple[Any, Any]:
+    vision = {**_VISION_3, "deepstack_visual_indexes": [0, 1]}
+    return transformers.Qwen3VLConfig, {
+        "text_config": _rotating([2, 1, 1]),
+        "vision_config": vision,
+    }
+
+
+def _qwen3_vl_moe(transformers: Any) -> tuple[Any, Any]:
+    vision = {**_VISION_3, "deepstack_visual_indexes": [0, 1]}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    text = {**_rotating([2, 1, 1]), **experts}
+    return transformers.Qwen3VLMoeConfig, {"text_config": text, "vision_config": vision}
+
+
+def _qwen3_5(transformers: Any) -> tuple[Any, Any]:
+    linear = {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16,
+    }  # fmt: skip
+    rope = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+    text = {**_rotating([1, 1, 0]), **linear}
+    text["rope_parameters"] |= rope
+    return transformers.Qwen3_5Config, {"text_config": text, "vision_config": _VISION_3}
+
+
+def _llava(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 16,
+    }  # fmt: skip
+    return transformers.LlavaConfig, {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": vision,
+    }
+
+
+def _rotating(sections: list[int]) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    return {**TEXT, "rope_parameters": rope}
+
+
+MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_5": _qwen3_5,
+    "llava": _llava,
+}
+
+
+def create(kind: str, directory: Path) -> None:
+    """Write a random model with its tokenizer and image processor."""
+    import torch
+    import transformers
+
+    torch.manual_seed(7)
+    config_class, fields = MODELS[kind](transformers)
+    config = config_class(
+        **fields,
+        image_token_id=token("<|image_pad|>"),
+        tie_word_embeddings=False,
+        **({} if kind == "llava" else {"video_token_id": token("<|video_pad|>")}),
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("linear_attn.norm.weight"):
+                parameter.fill_(1.0)
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    _image_processor(kind, transformers).save_pretrained(directory)
+
+
+def _image_processor(kind: str, transformers: Any) -> Any:
+    if kind == "llava":
+        side = {"height": 16, "width": 16}
+        return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
+    limits = {"shortest_edge": 64, "longest_edge": 4096}
+    return transformers.Qwen2VLImageProcessorPil(
+        patch_size=4, merge_size=2, temporal_patch_size=2, size=limits
+    )
