@@ -350,9 +350,7 @@ def usual(llama: Path) -> dict[str, Make]:
         **dict.fromkeys(("metrics.jsonl", "run-a/metrics.jsonl", "run-b/metrics.jsonl"), METRICS),
         "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
         "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
-        **dict.fromkeys(
-            ("Qwen2.5-VL-3B", "Qwen2.5-VL-3B-Instruct"), partial(create, "qwen2_5_vl")
-        ),
+        **dict.fromkeys(("Qwen2.5-VL-3B", "Qwen2.5-VL-3B-Instruct"), partial(create, "qwen2_5_vl")),
         "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),
         "Llama-3.2-11B-Vision": fixture("whole-qwen2_5_vl"),
         "gemma-4-31B": multimodal(llama),

@@ -22,7 +22,6 @@ from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.finetuning.harmony_turns import harmony_spans
 from megatron_lite.data.harmony import is_harmony_template
 from megatron_lite.data.harmony_messages import with_descriptions
-from megatron_lite.data.images.places import Placed
 from megatron_lite.data.packages import package
 from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
@@ -39,7 +38,6 @@ class Encoded(NamedTuple):
 
     ids: list[int]
     learned: list[bool]
-    images: Sequence[Placed] = ()
 
 
 def read_template(path: str | None) -> str | None:
@@ -90,7 +88,7 @@ class ChatTemplate:
         try:
             template = self._inner.get_chat_template(self._choice(), chat.tools)
             chat = _as_template_expects(chat, template)
-            made = self._encoded(chat, template)
+            ids, learned = self._encoded(chat, template)
         except BadRecord:
             raise
         except self._unreadable as error:
@@ -99,12 +97,11 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # a template's code may raise any error
             raise BadRecord(f"the chat template refuses it: {error}") from error
-        ids, learned, _ = made
         if not any(learned):
             raise BadRecord("nothing of it is marked by the chat template as said by the assistant")
         if learned[-1] and ids[-1] not in self._added_ids and self._eod is not None:
             return Encoded([*ids, self._eod], [*learned, True])
-        return made
+        return Encoded(ids, learned)
 
     def _encoded(self, chat: Chat, template: str) -> Encoded:
         """Encode the messages as the template expects them."""

@@ -20,7 +20,7 @@ from megatron_lite.data.encoding import (
 )
 from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import IMAGES, Chat, Plain, read_record
-from megatron_lite.data.finetuning.image_chat import encode_with_images, has_images
+from megatron_lite.data.finetuning.image_chat import Illustrated, has_images, with_tokens_of_images
 from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
@@ -97,18 +97,14 @@ def read_examples(
     for name in find_files(words, flag):
         for record in read_records(name):
             try:
-                found = (
-                    encoder.encode_pair(record)
-                    if options.pairs
-                    else [encoder.encode(record, Path(name).parent)]
-                )
+                found = encoder.read(record, Path(name).parent)
             except (BadRecord, ValueError, TypeError) as error:
                 raise CorruptCheckpoint(f"{record.where}: {_reason(record, error)}") from error
-            for made in found:
+            for made, placed in found:
                 tokens.append(np.array(made.ids, np.int32))
                 learned.append(np.array(made.learned, bool))
                 divisible.append(isinstance(record.content, str))
-                images += [image._replace(start=count + image.start) for image in made.images]
+                images += [image._replace(start=count + image.start) for image in placed]
                 count += len(made.ids)
     if not tokens:
         what = "pairs whose answers differ" if options.pairs else "examples"
@@ -150,26 +146,40 @@ class _Encoder:
         self.margins: list[float | None] = []
         """The margins of the pairs that are not left out."""
 
-    def encode(self, record: Record, directory: Path) -> Encoded:
-        """Encode a record. directory: of its file. Raises BadRecord, and the tokenizer's errors for a text that it refuses."""
+    def read(self, record: Record, directory: Path) -> list[Illustrated]:
+        """Return the examples of a record: one, or the two answers of a pair. directory: of its file.
+
+        Raises BadRecord, and the tokenizer's errors for a text that it refuses.
+        """
+        if self._options.pairs:
+            return [Illustrated(answer) for answer in self._encode_pair(record)]
+        if self._options.images is not None and not isinstance(record.content, str):
+            return [self._encode_illustrated(record.content, self._options.images, directory)]
+        return [Illustrated(self._encode(record))]
+
+    def _encode(self, record: Record) -> Encoded:
         if isinstance(record.content, str):
             return self._plain(Plain("", record.content))
-        fields = read_fields(record.content)
+        reading = read_record(read_fields(record.content), self._options.finetune_form)
+        _refuse_images(reading.example)
+        self.unread.update(reading.unread)
+        return self._example(reading.example)
+
+    def _encode_illustrated(
+        self, content: bytes | Mapping[str, Any], reader: ImageReader, directory: Path
+    ) -> Illustrated:
+        """Encode a record that may have images."""
+        fields = read_fields(content)
         reading = read_record(fields, self._options.finetune_form)
-        reader = self._options.images
-        if reader is None:
-            _refuse_images(reading.example)
-            self.unread.update(reading.unread)
-            return self._example(reading.example)
         self.unread.update(reading.unread - set(IMAGES))
         if isinstance(reading.example, Plain):
             _refuse_listed_images(fields)
-            return self._plain(reading.example)
+            return Illustrated(self._plain(reading.example))
         chat = with_images(reading.example, fields)
-        return encode_with_images(chat, self._opened_template(), reader, directory)
+        return with_tokens_of_images(self._example(chat), chat, reader, directory)
 
-    def encode_pair(self, record: Record) -> list[Encoded]:
-        """Return the chosen and the rejected answer, or [] if they are equal. Raises the same errors as encode."""
+    def _encode_pair(self, record: Record) -> list[Encoded]:
+        """Return the chosen and the rejected answer, or [] if they are equal."""
         if isinstance(record.content, str):
             raise BadRecord("is plain text; pairs are records with a chosen and a rejected answer")
         fields = read_fields(record.content)
@@ -205,9 +215,6 @@ class _Encoder:
         return bool(self._options.chat_template) or has_chat_template(self._tokenizer)
 
     def _chat(self, chat: Chat) -> Encoded:
-        return self._opened_template().encode(chat)
-
-    def _opened_template(self) -> ChatTemplate:
         if self._template is None:
             if not isinstance(self._tokenizer, HuggingFaceTokenizer):
                 raise UsageError(
@@ -219,7 +226,7 @@ class _Encoder:
                 self._options.finetune_turns,
                 pairs=self._options.pairs,
             )
-        return self._template
+        return self._template.encode(chat)
 
     def _plain(self, text: Plain) -> Encoded:
         """Encode a plain text, with the model's begin and end tokens unless the text has them already."""

@@ -1,11 +1,12 @@
-"""Encodes chats with images: the template writes one token for each image, which becomes a token for each of its parts."""
+"""The tokens of images in a chat: the template writes one for each image, which becomes a token for each of its parts."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from formats.wording import counted
 from megatron_lite.data.encoding import BadRecord
-from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
+from megatron_lite.data.finetuning.chat import Encoded
 from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.images.files import read_image
 from megatron_lite.data.images.kinds import Grid
@@ -13,15 +14,22 @@ from megatron_lite.data.images.places import Placed
 from megatron_lite.data.images.reader import ImageReader
 
 
-def encode_with_images(
-    chat: Chat, template: ChatTemplate, reader: ImageReader, directory: Path
-) -> Encoded:
-    """Encode a chat whose images are in `chat.images`. directory: of the record's file. Raises BadRecord."""
+class Illustrated(NamedTuple):
+    """An example with its images, in the order of their places."""
+
+    text: Encoded
+    images: Sequence[Placed] = ()
+
+
+def with_tokens_of_images(
+    made: Encoded, chat: Chat, reader: ImageReader, directory: Path
+) -> Illustrated:
+    """Return an encoded chat with the tokens of its images. directory: of the record's file. Raises BadRecord."""
     images = [reader.add(read_image(given, directory)) for given in chat.images]
-    return _expanded(template.encode(chat), reader.token, images)
+    return _expanded(made, reader.token, images)
 
 
-def _expanded(made: Encoded, token: int, images: Sequence[tuple[int, Grid]]) -> Encoded:
+def _expanded(made: Encoded, token: int, images: Sequence[tuple[int, Grid]]) -> Illustrated:
     """Replace the token of each image by as many as the image has. images: (number, tokens) of each."""
     written = made.ids.count(token)
     if written != len(images):
@@ -41,7 +49,7 @@ def _expanded(made: Encoded, token: int, images: Sequence[tuple[int, Grid]]) -> 
             count, is_learned = grid.tokens, False
         ids += [each] * count
         learned += [is_learned] * count
-    return Encoded(ids, learned, placed)
+    return Illustrated(Encoded(ids, learned), placed)
 
 
 def has_images(chat: Chat) -> bool:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
-from megatron_lite.data.finetuning.dataset import FinetuneDataset, split_datasets
+from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.packing import pack
 from megatron_lite.data.finetuning.pieces import pieces_for
 from megatron_lite.data.finetuning.preview import preview
+from megatron_lite.data.finetuning.splits import split_datasets
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
@@ -154,7 +155,7 @@ def test_parts_for_evaluation(tmp_path: Path) -> None:
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "content that is not text",
+            "has an image, and the model of this run reads text alone",
         ),
         ({"messages": [{"role": "assistant", "content": "1", "weight": 0}]}, "loss weight"),
         ({"conversations": [{"from": "human"}]}, 'has no "content"'),
