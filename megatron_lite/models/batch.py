@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.models.moving import moved
 from megatron_lite.models.pictures import Pictures
 
 
@@ -61,13 +62,7 @@ class Microbatch:
     def to(self, device: torch.device) -> "Microbatch":
         """Return the microbatch with its tensors on the device."""
         fields = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {name: _moved(value, device) for name, value in fields.items()}
-        extras = {name: _moved(value, device) for name, value in self.extras.items()}
-        return replace(self, extras=extras, **moved)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on the device. A copy from pageable memory to a GPU would wait for the work that is queued there."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        tensors: dict[str, Any] = {name: moved(value, device) for name, value in fields.items()}
+        extras = {name: moved(value, device) for name, value in self.extras.items()}
+        pictures = None if self.pictures is None else self.pictures.to(device)
+        return replace(self, extras=extras, pictures=pictures, **tensors)

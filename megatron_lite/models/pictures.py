@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.models.moving import moved
 from megatron_lite.parallel.tensor import TensorGroup
 
 
@@ -18,6 +19,13 @@ class Pictures(NamedTuple):
     """[tokens, hidden]: what takes the place of their embeddings, row by row."""
     further: tuple[Tensor, ...] = ()
     """[tokens, hidden] each: what is added to their hidden states after the first layers (Qwen3-VL's deepstack)."""
+
+    def to(self, device: torch.device) -> "Pictures":
+        """Return the images with their tensors on the device."""
+        places, vectors, *further = (
+            moved(each, device) for each in (self.places, self.vectors, *self.further)
+        )
+        return Pictures(places, vectors, tuple(further))
 
     def spread(self) -> "Spread":
         """Return the images with a vector for each token."""

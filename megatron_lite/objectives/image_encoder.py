@@ -12,6 +12,7 @@ from torch import Tensor
 from megaconv.errors import UsageError
 from megaconv.extras import require_transformers
 from megatron_lite.data.images.reader import Inputs
+from megatron_lite.models.moving import moved
 
 
 class Features(NamedTuple):
@@ -66,7 +67,7 @@ class ImageEncoder:
     def _joined(self, images: Sequence[Inputs], name: str) -> Tensor:
         """Return an argument of all images."""
         joined = np.concatenate([image[name] for image in images])
-        return torch.from_numpy(joined).to(self._device)
+        return moved(torch.from_numpy(joined), self._device)
 
 
 def _take_out_layers(text_config: Any) -> None:

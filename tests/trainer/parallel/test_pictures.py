@@ -11,33 +11,15 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.pictures import Pictures
 from tests.trainer.parallel.small import (
     FULL,
-    ROWS,
     SELECTIVE,
-    SEQUENCE,
     Case,
     Trained,
     batches,
     make_engine,
     weights_of,
 )
+from tests.trainer.parallel.small_pictures import own_batches
 from tests.trainer.parallel.worlds import World
-
-HIDDEN, PAIRS = 32, 4
-
-
-def with_pictures(batch: Microbatch) -> Microbatch:
-    """The microbatch with images in two places of each row, which have further vectors and positions of their own."""
-    generator = torch.Generator().manual_seed(batch.index)
-    places = torch.zeros(ROWS, SEQUENCE, dtype=torch.bool)
-    places[0, 2:6] = places[1, 7:12] = True
-
-    def vectors() -> torch.Tensor:
-        return torch.randn(int(places.sum()), HIDDEN, generator=generator)
-
-    positions = torch.arange(SEQUENCE).expand(ROWS, -1)
-    of_pairs = torch.randint(SEQUENCE, (ROWS, SEQUENCE, PAIRS), generator=generator)
-    pictures = Pictures(places, vectors(), (vectors(), vectors(), vectors()))
-    return replace(batch, positions=positions, pair_positions=of_pairs, pictures=pictures)
 
 
 def train(_rank: int, case: Case) -> Trained:
@@ -45,8 +27,7 @@ def train(_rank: int, case: Case) -> Trained:
     engine = make_engine(case)
     reports = []
     for number in range(case.steps):
-        whole = [with_pictures(batch) for batch in batches(case, number)]
-        own = whole[engine.grid.dp_rank :: case.dp]
+        own = own_batches(case, number, engine)
         reports.append(engine.train_step(own, lr=1e-3, weight_decay=0.1))
     engine.finish()
     engine.grid.close()
