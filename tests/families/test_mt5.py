@@ -15,6 +15,7 @@ from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, 
 from megaconv.families import family
 from tests.config_models import raw_config
 from tests.encoder_configs import T5
+from tests.whole_models import elements_by_table, elements_of_class
 
 VOCAB = 131
 SIZES: dict[str, Any] = {
@@ -163,6 +164,23 @@ def test_a_table_of_a_layer_is_no_table_of_a_stack(models: Models, tmp_path: Pat
     (source / "config.json").write_text(json.dumps(raw | of_mt5))
     with pytest.raises(TensorMismatch, match=r"block\.1\.layer\.0.*relative_attention_bias"):
         open_checkpoint(source)
+
+
+SMALL: dict[str, Any] = {
+    "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_layers": 8, "num_decoder_layers": 8, "num_heads": 6, "vocab_size": 250112,
+}  # fmt: skip
+"""google/mt5-small and google/umt5-small, whose sizes are the defaults of transformers' classes."""
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", CLASSES)
+def test_small_models_have_as_many_elements_as_transformers_class_and_a_head(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{CLASSES[kind]}Config")(**SMALL)
+    tied = elements_of_class(f"{CLASSES[kind]}ForConditionalGeneration", config)
+    assert elements_by_table(kind, raw_config(kind, **SMALL, tie_word_embeddings=True)) == tied
+    head = SMALL["vocab_size"] * SMALL["d_model"]
+    assert elements_by_table(kind, raw_config(kind, **SMALL)) == tied + head
 
 
 CONTRADICTIONS = (

@@ -14,6 +14,7 @@ from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch
 from megaconv.families import family
 from tests.config_models import raw_config
+from tests.whole_models import elements_by_table, elements_of_class
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 131,
@@ -115,6 +116,19 @@ def test_each_setting_changes_the_logits_and_is_kept(
 
 
 @pytest.mark.oracle
+def test_xlm_roberta_base_has_as_many_elements_as_transformers_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 250002,
+        "max_position_embeddings": 514, "type_vocab_size": 1,
+    }  # fmt: skip
+    counted = elements_by_table("roberta", raw_config("roberta", **sizes))
+    config = transformers.XLMRobertaConfig(**sizes)
+    assert counted == elements_of_class("XLMRobertaForMaskedLM", config)
+    assert family("roberta").read_hf(raw_config("roberta", **sizes)).max_positions == 512
+
+
+@pytest.mark.oracle
 def test_the_transform_before_the_head_has_an_exact_gelu_whatever_the_layers_have(
     models: Models,
 ) -> None:
@@ -153,8 +167,9 @@ def test_what_published_files_hold_besides_is_kept_or_known(models: Models, tmp_
 @pytest.mark.parametrize("saver", ["core", "legacy", "torch_dist"])
 def test_megatrons_formats_are_refused(saver: str, models: Models, tmp_path: Path) -> None:
     options = {"saver": "core", "ckpt_format": saver} if saver == "torch_dist" else {"saver": saver}
-    with pytest.raises(NotExpressible, match="has no names in Megatron's formats"):
-        megaconv.convert(models("Roberta"), tmp_path / "never", **options)
+    refused = "XLMRobertaForMaskedLM has no names in Megatron's formats"
+    with pytest.raises(NotExpressible, match=refused):
+        megaconv.convert(models("XLMRoberta"), tmp_path / "never", **options)
     assert not (tmp_path / "never").exists()
 
 

@@ -18,10 +18,17 @@ def require_names(config: ModelConfig) -> None:
     found = family(config.family)
     if not found.rows[0].spelling(CORE) or is_of_the_trainer(config):
         savers = "hf or dcp" if config.whole is not None else "hf, dcp or deepspeed"
-        named = found.architectures[0] if found.architectures else found.name
         raise NotExpressible(
-            f"{named} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
+            f"{_architecture(config)} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
         )
+
+
+def _architecture(config: ModelConfig) -> str:
+    """The class that the model's config.json names, or else the first class of its family."""
+    found = family(config.family)
+    stated = (config.hf or {}).get("architectures") or ()
+    named = (each for each in (*stated, *found.architectures) if each in found.architectures)
+    return next(named, found.name)
 
 
 def is_representable(config: ModelConfig) -> bool:
