@@ -13,7 +13,7 @@ has a number, and a rank has the elements that lie in its part, or no state. Sou
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, isnan, prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from formats.tensor import LazyTensor, Shape, number
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 """The outermost numbered module in a name: a layer, which FSDP wraps as one unit."""
 _MOMENTS, _STEP = ("exp_avg", "exp_avg_sq"), "step"
+_COUNTS = {"lr": 1, "eps": 1, "weight_decay": 1, "betas": 2}
+"""The settings that Adam computes with, and how many numbers each one is."""
 Unit = Mapping[str, Shape]
 """Parameters that FSDP joins, in their order."""
 
@@ -93,17 +95,44 @@ def _read_state(file: Path) -> Mapping[str, Any]:
 
 
 def _same_groups(by_rank: Sequence[Any], files: Sequence[Path]) -> Sequence[Mapping[str, Any]]:
-    # A rate may be a tensor of one element.
     plain = [
-        [{name: number(value) for name, value in group.items()} for group in groups]
+        [{name: _plain(value) for name, value in group.items()} for group in groups]
         for groups in by_rank
     ]
     for groups, file in zip(plain, files, strict=True):
+        for group in groups:
+            _require_numbers(group, file)
         if groups != plain[0]:
             raise CorruptCheckpoint(
                 f"{file}: has other parameter groups than {files[0].name}; are the files from one run?"
             )
     return plain[0]
+
+
+def _plain(value: Any) -> Any:
+    """A setting without tensors: a rate may be a tensor of one element, and so may each of two betas."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_plain, value))
+    return number(value)
+
+
+def _require_numbers(group: Mapping[str, Any], file: Path) -> None:
+    """Raise CorruptCheckpoint if a group's settings aren't those of Adam, or if one is not a number (NaN)."""
+    for name, value in group.items():
+        values = value if isinstance(value, tuple) else (value,)
+        if name in _COUNTS:
+            sound = len(values) == _COUNTS[name] and all(map(_is_finite, values))
+        else:
+            sound = not any(isinstance(each, float) and isnan(each) for each in values)
+        if not sound:
+            expected = "two numbers" if _COUNTS.get(name) == 2 else "a number"
+            raise CorruptCheckpoint(
+                f"{file}: {name} of a parameter group is {value!r:.60}, expected {expected}"
+            )
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and isfinite(value)
 
 
 def _require_known(states: Sequence[Mapping[int, Any]], files: Sequence[Path], count: int) -> None:

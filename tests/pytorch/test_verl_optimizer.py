@@ -104,11 +104,12 @@ def test_a_schedule_that_is_impossible_or_damaged_is_refused(tmp_path: Path) -> 
     assert_refused(run("fingerprint", actor), 3, "rank_0.pt", "copy it again", "--no-optimizer")
 
 
-def test_a_learning_rate_in_a_tensor_is_read(tmp_path: Path) -> None:
+def test_settings_in_tensors_are_read(tmp_path: Path) -> None:
     """Each rank has a tensor of its own."""
     actor = copy(tmp_path)
     rate = torch.tensor(0.005, dtype=torch.float64)
-    change(actor, "optim", lambda state: state["param_groups"][0].update(lr=rate))
+    betas = tuple(torch.tensor(beta, dtype=torch.float64) for beta in (0.9, 0.999))
+    change(actor, "optim", lambda state: state["param_groups"][0].update(lr=rate, betas=betas))
     assert megaconv.fingerprint(actor) == megaconv.fingerprint(FLAT / "actor")
 
 
@@ -169,6 +170,10 @@ def without_a_parameter(state: Any) -> None:
     state["param_groups"][0]["params"].remove(25)
 
 
+def with_setting(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda state: state["param_groups"][0].update({name: value})
+
+
 def longer(state: Any) -> None:
     state["state"][1]["exp_avg"] = torch.zeros(1000)
 
@@ -204,6 +209,17 @@ def of_two_axes(state: Any) -> None:
     [
         (later, 1, ["step of parameter 0: has other values than the copy of another rank"]),
         (other_rate, 1, ["rank_1.pt: has other parameter groups than optim_world_size_3_rank_0"]),
+        (
+            with_setting("lr", math.nan),
+            3,
+            ["rank_0.pt: lr of a parameter group is nan, expected a number"],
+        ),
+        (with_setting("initial_lr", math.nan), 1, ["initial_lr of a parameter group is nan"]),
+        (with_setting("eps", None), 3, ["eps of a parameter group is None, expected a number"]),
+        (with_setting("betas", (0.9,)), 3, ["betas of a parameter group is (0.9,), expected two"]),
+        (with_setting("betas", 0.9), 3, ["betas of a parameter group is 0.9, expected two"]),
+        (with_setting("betas", "0.9"), 3, ["betas of a parameter group is '0.9', expected two"]),
+        (with_setting("betas", (0.9, math.nan)), 3, ["is (0.9, nan), expected two numbers"]),
         (longer, 3, ["exp_avg of parameter 1 is 3,000 elements, where its model has 1,984"]),
         (shorter, 1, ["exp_avg of parameter 1 is 1,985 elements, where its model has 1,984"]),
         (shorter, 2, ["exp_avg of parameter 1 is 661 and 662 elements on the ranks"]),
