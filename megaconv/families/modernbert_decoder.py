@@ -91,7 +91,10 @@ _WINDOWS = windows_by_layer(
 
 
 def _read_windows(raw: Raw) -> Fields:
-    """The window of each layer, which is half of local_attention. Without layer_types, every third layer has none."""
+    """The window of each layer, which is half of local_attention. Without layer_types, every third layer has none.
+
+    transformers 5 computes with a contradicting sliding_window, transformers 4 with half of local_attention.
+    """
     local = need_size({_LOCAL: 128, **raw}, _LOCAL)
     size = need_size({_WINDOW: local // 2, **raw}, _WINDOW)
     if size != local // 2:
