@@ -139,6 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         return _report(in_words(error), 1)
     except (KeyboardInterrupt, Interrupted):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends Python silently
         return _report("interrupted; nothing was left behind", 130)
     finally:
         signal.signal(signal.SIGTERM, handler)

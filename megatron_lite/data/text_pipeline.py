@@ -18,6 +18,7 @@ from megatron_lite.data.encoding import Encoded, EncodingOptions, encode, encode
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.input_files import TEXT_SUFFIXES, find_inputs, is_plain_text, read_text
 from megatron_lite.data.text_files import STDIN, Batch, read_batches
+from megatron_lite.processes.interrupts import delayed_interrupts
 
 QUEUED = 4
 """Batches per worker that wait to be encoded or written."""
@@ -141,32 +142,31 @@ def _encoded(
             yield batch, encode(options.encoding, batch)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.workers, context, initializer=_start_worker) as pool:
-        waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
-        try:
-            for batch in batches:
-                waiting.append((batch, _submit(pool, options.encoding, batch)))
-                if len(waiting) >= QUEUED * options.workers:
-                    yield _next(waiting)
-            while waiting:
+    pool = ProcessPoolExecutor(options.workers, context, initializer=_start_worker)
+    waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+    try:
+        for batch in batches:
+            waiting.append((batch, _submit(pool, options.encoding, batch)))
+            if len(waiting) >= QUEUED * options.workers:
                 yield _next(waiting)
-        except BrokenProcessPool:
-            raise CheckpointError(
-                "a worker process was killed, perhaps for want of memory; give fewer --workers"
-            ) from None
-        finally:
+        while waiting:
+            yield _next(waiting)
+    except BrokenProcessPool:
+        raise CheckpointError(
+            "a worker process was killed, perhaps for want of memory; give fewer --workers"
+        ) from None
+    finally:
+        # A second interruption waits for the batches that the workers encode.
+        with delayed_interrupts():
             pool.shutdown(cancel_futures=True)
 
 
 def _submit(
     pool: ProcessPoolExecutor, encoding: EncodingOptions, batch: Batch
 ) -> "Future[Encoded]":
-    """Submit a batch. A worker that starts meanwhile never receives Ctrl-C, not even before `_start_worker`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    """Submit a batch. It may start a worker, which an interruption in between would leave half started."""
+    with delayed_interrupts():
         return pool.submit(encode, encoding, batch)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _next(waiting: deque[tuple[Batch, "Future[Encoded]"]]) -> tuple[Batch, Encoded]:

@@ -1,16 +1,18 @@
 """Ctrl-C while a command starts: modules such as torch take seconds to import, and users press it in this time."""
 
+import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from megatron_lite.data import text_pipeline
+from megatron_lite.processes.interrupts import delayed_interrupts
 from tests.trainer.loop.launches import LLAMA
 
 ROOT = Path(__file__).parents[2]
@@ -69,3 +71,41 @@ def test_a_worker_of_preprocess_never_receives_ctrl_c(monkeypatch: pytest.Monkey
         found: Any = text_pipeline._submit(pool, nothing, nothing)
         assert signal.SIGINT in found.result()
     assert signal.SIGINT not in blocked_signals()
+
+
+class Stopped(Exception):
+    """Raised by a handler of a signal."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_waits_until_a_worker_has_started(number: signal.Signals) -> None:
+    """A worker that was half started printed a stack trace, or was never told to end."""
+    started = []
+
+    class Pool:
+        def submit(self, *_: object) -> None:
+            os.kill(os.getpid(), number)
+            started.append(True)
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    before = signal.signal(number, stop)
+    pool, nothing = Pool(), None
+    try:
+        with pytest.raises(Stopped):
+            text_pipeline._submit(cast("Any", pool), cast("Any", nothing), cast("Any", nothing))
+        assert signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+    assert started
+
+
+def test_workers_start_in_a_thread_too() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(_blocked_in_the_block).result() == {signal.SIGINT}
+
+
+def _blocked_in_the_block() -> set[int]:
+    with delayed_interrupts():
+        return blocked_signals()
