@@ -225,7 +225,7 @@ _BY_REASON: Mapping[str, str] = {
         data_impl data_path dataloader_defer_npy_index_mmap dataloader_fast_cache_load dataloader_inter_document_masking dataloader_type
         decoder_seq_length disable_msc_deprecated enable_msc encoder_seq_length eod_mask_loss fim_data fim_eod_token
         fim_fragment_rate fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
-        fim_suffix_token finetune_data_files finetune_data_split finetune_hf_dataset legacy_tokenizer mask_prob
+        fim_suffix_token finetune_data_files finetune_data_split finetune_hf_dataset image_encoder legacy_tokenizer mask_prob
         metadata_path mid_level_dataset_surplus mmap_bin_files mmap_warmup mock_data null_tokenizer_pad_id
         num_dataset_builder_threads num_workers object_storage_cache_path pad_vocab_size padded_vocab_size
         per_dataset_sequences_path per_split_data_args_path phase_transition_iterations renormalize_blend_weights
