@@ -154,6 +154,57 @@ def _qwen3_5(transformers: Any) -> tuple[Any, Any]:
     return transformers.Qwen3_5Config, {"text_config": text, "vision_config": _VISION_3}
 
 
+def _glm4v(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
+    }  # fmt: skip
+    text = _rotating([1, 0, 1])
+    text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    return transformers.Glm4vConfig, {"text_config": text, "vision_config": vision}
+
+
+def _glm4v_moe(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
+    }  # fmt: skip
+    experts = {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    text = {**_rotating([1, 0, 1]), **experts}
+    text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
+    return transformers.Glm4vMoeConfig, {"text_config": text, "vision_config": vision}
+
+
+def _glm_ocr(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
+    }  # fmt: skip
+    text = _rotating([1, 2, 1])
+    return transformers.GlmOcrConfig, {"text_config": text, "vision_config": vision}
+
+
+def _paddleocr_vl(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 4,
+        "spatial_merge_size": 2,
+    }  # fmt: skip
+    return transformers.PaddleOCRVLConfig, {
+        "text_config": _rotating([2, 1, 1]),
+        "vision_config": vision,
+    }
+
+
+def _exaone4_5(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_key_value_heads": 1, "out_hidden_size": 32,
+        "window_size": 16, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    windows = {"sliding_window": 9, "sliding_window_pattern": 2}
+    text = {**TEXT, **windows, "model_type": "exaone4"}
+    return transformers.Exaone4_5_Config, {"text_config": text, "vision_config": vision}
+
+
 def _llava(transformers: Any) -> tuple[Any, Any]:
     vision = {
         "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
@@ -176,6 +227,11 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
+    "glm4v": _glm4v,
+    "glm4v_moe": _glm4v_moe,
+    "glm_ocr": _glm_ocr,
+    "paddleocr_vl": _paddleocr_vl,
+    "exaone4_5": _exaone4_5,
     "llava": _llava,
 }
 
@@ -208,6 +264,10 @@ def _image_processor(kind: str, transformers: Any) -> Any:
     if kind == "llava":
         side = {"height": 16, "width": 16}
         return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
+    if kind == "paddleocr_vl":
+        return transformers.PaddleOCRVLImageProcessorPil(
+            patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096
+        )
     limits = {"shortest_edge": 64, "longest_edge": 4096}
     return transformers.Qwen2VLImageProcessorPil(
         patch_size=4, merge_size=2, temporal_patch_size=2, size=limits

@@ -68,7 +68,7 @@ def _fixed(config: Config, processed: Mapping[str, Any]) -> Grid:
 
 KINDS: Sequence[ImageKind] = (
     ImageKind(
-        ("qwen2_vl", "qwen2_5_vl"),
+        ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"),
         ("image_token_id",),
         _merged,
         Axes((16, 24, 24), interleaved=False),
@@ -85,6 +85,13 @@ KINDS: Sequence[ImageKind] = (
         _merged,
         Axes((11, 11, 10), interleaved=True),
     ),
+    ImageKind(
+        ("glm4v", "glm4v_moe", "glm_ocr"),
+        ("image_token_id",),
+        _merged,
+        Axes((8, 12, 12), interleaved=False),
+    ),
+    ImageKind(("exaone4_5",), ("image_token_id",), _merged),
     ImageKind(("llava",), ("image_token_id", "image_token_index"), _fixed),
 )
 

@@ -186,7 +186,9 @@ def test_a_record_of_a_table_may_hold_the_bytes_of_its_images(model: Path, tmp_p
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr", "paddleocr_vl"]
+)
 def test_positions_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     import transformers
 

@@ -25,7 +25,7 @@ STEP = (
 """One step, with all chats in its one sample. The weights change by the gradients."""
 IMAGES = (("0.png",), ("1.png", "2.png"), (), ("3.png",))
 """The images of the chats."""
-BESIDE = ("visual", "vision_tower", "multi_modal_projector")
+BESIDE = ("visual", "vision_tower", "projector")
 
 
 @dataclass(frozen=True)
