@@ -33,6 +33,8 @@ from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megaconv.model.regions import Region
 from megaconv.model.table import canonical_shapes
 
+INSIDE = "model.language_model."
+"""The beginning of names of a language model in transformers' class of a multimodal model. By itself, it begins with `model.`."""
 _HEAD = "lm_head"
 _HEADS = ("score.", "classifier.", "v_head.")
 """Names of the heads of other classes than those of language models."""
@@ -174,7 +176,8 @@ class _Names:
         for ours, theirs in self.family.renamed.items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
-        return name
+        is_inside = name.startswith(INSIDE)
+        return f"model.{name.removeprefix(INSIDE)}" if is_inside else name
 
     def path(self, module: ModuleAdapter) -> str:
         """The path of a module in the model's files."""

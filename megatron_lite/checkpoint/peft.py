@@ -5,11 +5,15 @@ All experts of a layer are one parameter in transformers, and peft stacks their 
 - A [experts · r, in]: the rows of expert 0, then of expert 1, …
 - B [out, r · experts]: expert e has the columns e, e + experts, e + 2 · experts …
 
+The language model inside a multimodal model has the names of transformers' class of the whole model, so that peft loads
+the adapter into it.
+
 A head of scores is stored whole as `score.weight` [labels, hidden] (modules_to_save, task_type SEQ_CLS).
 """
 
 import io
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,9 +27,9 @@ from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
-from megaconv.adapters.targets import weights_of
+from megaconv.adapters.targets import INSIDE, weights_of
 from megaconv.errors import NotExpressible, TensorMismatch
-from megaconv.families import family
+from megaconv.families import family, has_text_only
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapters import HeldTensor
 from megatron_lite.models.lora.shares import Module, modules_of
@@ -49,15 +53,35 @@ def adapter_files(
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
     has_scores = config.has("scores")
     head = {_HEAD: tensors[_HEAD]} if has_scores else {}
+    is_inside = _is_multimodal(base)
     stored = {
-        f"base_model.model.{name}": tensor
+        f"base_model.model.{_inside(name) if is_inside else name}": tensor
         for name, tensor in (_stacked(modules, tensors) | head).items()
     }
     fields = _described(modules, options, base)
     if has_scores:
         fields |= _OF_SCORES
+    if is_inside:
+        fields["target_modules"] = _pattern(fields["target_modules"])
     described = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     return {CONFIG: described.encode(), WEIGHTS: safetensors_bytes(stored)}
+
+
+def _is_multimodal(base: str) -> bool:
+    """Return whether the adapters' model is inside a multimodal model, as far as its files are on a local disk."""
+    return has_text_only(Path(base))
+
+
+def _inside(name: str) -> str:
+    """Return the name of a language model's module in transformers' class of a multimodal model."""
+    body = name.removeprefix("model.")
+    return name if body == name else f"{INSIDE}{body}"
+
+
+def _pattern(modules: Sequence[str]) -> str:
+    """Return a regular expression for modules of the language model. Modules of the encoder may have the same names."""
+    names = "|".join(re.escape(name) for name in modules)
+    return rf".*language_model\..*({names})"
 
 
 def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

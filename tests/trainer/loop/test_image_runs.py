@@ -1,6 +1,7 @@
 """Runs on chats with images: the same losses and gradients as transformers' whole model, and the way back into its files."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 import megaconv
 from tests.trainer.loop.launches import launch, metrics, train
@@ -188,8 +190,36 @@ def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(tmp_path
     ).log(0)
     assert "megaconv merge hf run" in log
     megaconv.merge(tmp_path / "hf", tmp_path / "run", tmp_path / "merged")
-    config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["architectures"] == ["Qwen3VLForConditionalGeneration"]
+    megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
+    megaconv.merge(tmp_path / "text", tmp_path / "run", tmp_path / "merged-text")
+    megaconv.convert(
+        tmp_path / "merged-text", tmp_path / "back", saver="hf", base=tmp_path / "hf"
+    )  # fmt: skip
+    merged, back = (megaconv.fingerprint(tmp_path / name) for name in ("merged", "back"))
+    assert merged == back != megaconv.fingerprint(tmp_path / "hf")
+    assert_modules_exist(tmp_path)
+    log = train(
+        tmp_path, 1,
+        f"finetune --load hf --finetune-data data/chats.jsonl --lora-rank 4 --resume {STEP}".replace("--train-iters 1", "--train-iters 2"),
+    ).log(0)  # fmt: skip
+    assert "continuing after step 1" in log
+
+
+def assert_modules_exist(directory: Path) -> None:
+    """The adapters have the names of modules of transformers' whole model, and its encoder has none of the targets."""
+    import transformers
+
+    model = transformers.AutoModelForImageTextToText.from_pretrained(directory / "hf")
+    modules = {name for name, _ in model.named_modules()}
+    version = directory / "run" / "iter_0000001"
+    with safe_open(version / "adapter_model.safetensors", "pt") as file:
+        adapted = {
+            name.removeprefix("base_model.model.").partition(".lora_")[0]
+            for name in file.keys()  # noqa: SIM118
+        }
+    assert adapted < modules
+    targets = json.loads((version / "adapter_config.json").read_text())["target_modules"]
+    assert {name for name in modules if re.fullmatch(targets, name)} == adapted
 
 
 @pytest.mark.parametrize(
