@@ -51,6 +51,7 @@ class ImageChats(Objective):
         reader = _reader(data)
         if reader is None:
             return plain
+        _require_same_width(reader, setup.config)
         encoder = None
         if _reads_images(engine, deepest(reader.config)):
             encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
@@ -110,6 +111,16 @@ def _reader(data: ExampleData) -> ImageReader | None:
         if examples is not None and examples.images is not None and examples.images.placed:
             return examples.images.reader
     return None
+
+
+def _require_same_width(reader: ImageReader, config: ModelConfig) -> None:
+    """Raise UsageError if the encoder's vectors don't fit the trained model."""
+    width = reader.width
+    if width is not None and width != config.hidden:
+        raise UsageError(
+            f"--image-encoder {reader.directory}: its language model has a hidden size of {width}, and the trained model one of "
+            f"{config.hidden}; name the model that --load came from"
+        )
 
 
 def _reads_images(engine: Engine, layers: int) -> bool:

@@ -1,6 +1,6 @@
 """A multimodal model's encoder of images with its projector, as transformers computes it. It is not trained."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaconv.errors import UsageError
+from formats.wording import counted
+from megaconv.errors import TensorMismatch, UsageError
 from megaconv.extras import require_transformers
 from megatron_lite.data.images.reader import Inputs
 from megatron_lite.models.moving import moved
@@ -28,14 +29,18 @@ class ImageEncoder:
     """The encoder of a multimodal model."""
 
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
-        """Load the encoder. The language model is left out. Raises UsageError."""
+        """Load the encoder. The language model is left out. Raises UsageError, TensorMismatch for a missing weight."""
         transformers = require_transformers("an image")
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         _take_out_layers(config.text_config)
         try:
             with _quiet(transformers.utils.logging):
-                whole = transformers.AutoModelForImageTextToText.from_pretrained(
-                    directory, config=config, dtype=dtype, local_files_only=True
+                whole, found = transformers.AutoModelForImageTextToText.from_pretrained(
+                    directory,
+                    config=config,
+                    dtype=dtype,
+                    local_files_only=True,
+                    output_loading_info=True,
                 )
         except (OSError, ValueError, RuntimeError, ImportError) as error:
             reason = " ".join(str(error).split())
@@ -44,6 +49,7 @@ class ImageEncoder:
             ) from error
         model = whole.model
         model.language_model = None
+        _require_all(model, found["missing_keys"], directory)
         self._model = model.to(device).requires_grad_(False).eval()
         self._device = device
 
@@ -68,6 +74,17 @@ class ImageEncoder:
         """Return an argument of all images."""
         joined = np.concatenate([image[name] for image in images])
         return moved(torch.from_numpy(joined), self._device)
+
+
+def _require_all(model: torch.nn.Module, missing: Iterable[str], directory: Path) -> None:
+    """Raise TensorMismatch if a weight of the encoder is not in the files. transformers fills it with random numbers."""
+    needed = {f"model.{name}" for name in model.state_dict()}
+    lacking = sorted(needed.intersection(missing))
+    if lacking:
+        raise TensorMismatch(
+            f"{directory}: its files lack {counted(len(lacking), 'tensor')} of the encoder, such as {lacking[0]}; "
+            "expected the files of the whole multimodal model"
+        )
 
 
 def _take_out_layers(text_config: Any) -> None:

@@ -96,6 +96,12 @@ KINDS: Sequence[ImageKind] = (
 )
 
 
+def text_of(config: Config) -> Config:
+    """Return the language model's part of a config.json. Older files have it at the top."""
+    text: Config = config.get("text_config", config)
+    return text
+
+
 def kind_of(config: Config) -> ImageKind | None:
     """Return the kind of a multimodal model; None if a run can't train on its images."""
     model_type = config.get("model_type")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.images.kinds import Axes, Config, Grid
+from megatron_lite.data.images.kinds import Axes, Config, Grid, text_of
 
 
 def positions_of(tokens: int, images: Iterable[tuple[int, Grid]]) -> NDArray[np.int64]:
@@ -38,7 +38,7 @@ def axes_of_pairs(axes: Axes, config: Config, pairs: int) -> NDArray[np.int64]:
 
     config: the multimodal model's config.json, old or new. Source: recomposition_frequencies of transformers 5.24.
     """
-    text = config.get("text_config", config)
+    text = text_of(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = rope.get("mrope_section") or axes.sections
     if not axes.interleaved:

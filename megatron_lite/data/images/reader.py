@@ -14,7 +14,7 @@ from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.images.files import ImageFile
-from megatron_lite.data.images.kinds import KINDS, Axes, Grid, kind_of
+from megatron_lite.data.images.kinds import KINDS, Axes, Grid, kind_of, text_of
 from megatron_lite.data.packages import package
 from megatron_lite.data.samples import NO_TOKEN
 
@@ -36,6 +36,7 @@ class ImageReader:
         self.keeps_ready = True
         """False if this process doesn't encode images, so that `prepare` has nothing to do."""
         self._files: list[ImageFile] = []
+        self._sizes: list[tuple[int, int]] = []
         self._grids: dict[tuple[int, int], Grid] = {}
         self._ready: dict[int, Inputs] = {}
 
@@ -51,12 +52,19 @@ class ImageReader:
             blank = package("PIL.Image", "an image", extra="images").new("RGB", size)
             self._grids[size] = self.kind.grid(self.config, self._processed(blank, file))
         self._files.append(file)
+        self._sizes.append(size)
         return len(self._files) - 1, self._grids[size]
 
     @property
     def axes(self) -> Axes | None:
         """See ImageKind."""
         return None if self.kind is None else self.kind.axes
+
+    @property
+    def width(self) -> int | None:
+        """The hidden size of its language model; None if config.json doesn't state it, which then has the default of its class."""
+        width: int | None = text_of(self.config).get("hidden_size")
+        return width
 
     def prepare(self, number: int) -> None:
         """Read an image now, for `inputs` later."""
@@ -68,9 +76,12 @@ class ImageReader:
         return self._ready.pop(number, None) or self._read(number)
 
     def _read(self, number: int) -> Inputs:
-        file = self._files[number]
+        file, size = self._files[number], self._sizes[number]
         try:
-            return self._processed(file.open(), file)
+            image = file.open()
+            if image.size != size:
+                raise BadRecord(f"{file}: has had another size at the start of the run")
+            return self._processed(image, file)
         except BadRecord as error:
             raise CorruptCheckpoint(f"--finetune-data: {error}") from error
 

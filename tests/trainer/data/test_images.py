@@ -262,6 +262,16 @@ def test_a_text_with_the_token_of_images_is_refused(model: Path, tmp_path: Path)
         read(model, path)
 
 
+def test_an_image_that_changes_after_the_start_is_refused(model: Path, tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    reader = ImageReader(model)
+    number, grid = reader.add(ImageFile(tmp_path / "0.png"))
+    assert reader.inputs(number)["image_grid_thw"].prod() == 4 * grid.tokens
+    PIL_Image.new("RGB", (24, 24)).save(tmp_path / "0.png")
+    with pytest.raises(CorruptCheckpoint, match="another size at the start of the run"):
+        reader.inputs(number)
+
+
 def test_images_of_a_prompt_without_messages_are_refused(model: Path, tmp_path: Path) -> None:
     record = {"prompt": "a", "completion": "b", "images": ["0.png"]}
     with pytest.raises(CorruptCheckpoint, match="has images, but no messages"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from tests.trainer.loop.launches import launch, metrics, train
@@ -220,6 +221,69 @@ def assert_modules_exist(directory: Path) -> None:
     assert adapted < modules
     targets = json.loads((version / "adapter_config.json").read_text())["target_modules"]
     assert {name for name in modules if re.fullmatch(targets, name)} == adapted
+
+
+def without(directory: Path, part: str) -> None:
+    """Take the tensors of a part out of the model's files."""
+    path = directory / "hf" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if part not in name}
+    save_file(kept, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("part", ["visual.blocks.0.", "visual."])
+def test_an_encoder_without_its_weights_is_refused(part: str, tmp_path: Path) -> None:
+    """transformers would fill them with random numbers."""
+    make("qwen2_5_vl", tmp_path)
+    without(tmp_path, part)
+    running = launch(tmp_path, 1, f"finetune --load hf --finetune-data data/chats.jsonl {STEP}")
+    assert running.wait() == [3]
+    assert "of the encoder, such as model.visual.blocks.0." in running.log(0)
+    assert "Traceback" not in running.log(0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_of_a_model_of_another_size_is_refused(tmp_path: Path) -> None:
+    make("qwen2_5_vl", tmp_path)
+    make("llava", tmp_path / "other")
+    path = tmp_path / "other" / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["hidden_size"] = 64
+    path.write_text(json.dumps(config))
+    data = "--finetune-data data/chats.jsonl --image-encoder other/hf"
+    running = launch(tmp_path, 1, f"finetune --load hf {data} {STEP}")
+    assert running.wait() == [2]
+    assert "has a hidden size of 64, and the trained model one of 32" in running.log(0)
+    assert "Traceback" not in running.log(0)
+
+
+def test_a_config_of_an_older_transformers_is_read(tmp_path: Path) -> None:
+    """The files of Qwen2-VL on the Hub have the language model's settings at the top, and rope_scaling."""
+    make("qwen2_vl", tmp_path)
+    expected, _ = step_of_transformers(tmp_path)
+    path = tmp_path / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps({**text, **config, "model_type": "qwen2_vl"}))
+    train(tmp_path, 1, f"finetune --load hf --finetune-data data/chats.jsonl {STEP}")
+    assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_ranks_without_an_image_train_beside_ranks_with_some(tmp_path: Path) -> None:
+    """Two data-parallel ranks, two sequences in a microbatch, several microbatches: the losses of one process."""
+    make("qwen3_vl", tmp_path)
+    flags = STEP.replace(
+        "--global-batch-size 1 --seq-length 288", "--global-batch-size 8 --seq-length 96"
+    )
+    flags = f"finetune --load hf --finetune-data data/chats.jsonl {flags} --micro-batch-size 2"
+    train(tmp_path, 1, flags)
+    alone = metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    train(tmp_path, 2, f"{flags} --use-distributed-optimizer".replace("--save run", "--save two"))
+    for name in ("loss", "grad_norm"):
+        assert metrics(tmp_path)[0][name] == pytest.approx(alone[0][name], rel=1e-5)
 
 
 @pytest.mark.parametrize(
