@@ -18,6 +18,7 @@ from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.moving import moved
 from megatron_lite.models.pictures import Pictures
 from megatron_lite.models.trainable import rotated_width
 from megatron_lite.objectives.examples import ExampleData, read_examples_of
@@ -82,7 +83,7 @@ class ImageFeeder(Feeder):
         """Return a microbatch with its images and with the positions of their tokens."""
         pairs = None
         if self.axes_of_pairs is not None:
-            pairs = arrays["axes"].to(self.device)[..., self.axes_of_pairs]
+            pairs = moved(arrays["axes"], self.device)[..., self.axes_of_pairs]
         return replace(made, pair_positions=pairs, pictures=self._pictures(made, arrays["images"]))
 
     def _pictures(self, made: Microbatch, images: Tensor) -> Pictures | None:

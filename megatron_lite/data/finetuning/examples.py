@@ -20,7 +20,12 @@ from megatron_lite.data.encoding import (
 )
 from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import IMAGES, Chat, Plain, read_record
-from megatron_lite.data.finetuning.image_chat import Illustrated, has_images, with_tokens_of_images
+from megatron_lite.data.finetuning.image_chat import (
+    Illustrated,
+    has_images,
+    with_tokens_of_images,
+    without_images,
+)
 from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
@@ -153,7 +158,7 @@ class _Encoder:
         """
         if self._options.pairs:
             return [Illustrated(answer) for answer in self._encode_pair(record)]
-        if self._options.images is not None and not isinstance(record.content, str):
+        if self._options.images is not None:
             return [self._encode_illustrated(record.content, self._options.images, directory)]
         return [Illustrated(self._encode(record))]
 
@@ -166,15 +171,17 @@ class _Encoder:
         return self._example(reading.example)
 
     def _encode_illustrated(
-        self, content: bytes | Mapping[str, Any], reader: ImageReader, directory: Path
+        self, content: bytes | Mapping[str, Any] | str, reader: ImageReader, directory: Path
     ) -> Illustrated:
         """Encode a record that may have images."""
+        if isinstance(content, str):
+            return without_images(self._plain(Plain("", content)), reader)
         fields = read_fields(content)
         reading = read_record(fields, self._options.finetune_form)
         self.unread.update(reading.unread - set(IMAGES))
         if isinstance(reading.example, Plain):
             _refuse_listed_images(fields)
-            return Illustrated(self._plain(reading.example))
+            return without_images(self._plain(reading.example), reader)
         chat = with_images(reading.example, fields)
         return with_tokens_of_images(self._example(chat), chat, reader, directory)
 

@@ -29,6 +29,11 @@ def with_tokens_of_images(
     return _expanded(made, reader.token, images)
 
 
+def without_images(made: Encoded, reader: ImageReader) -> Illustrated:
+    """Return an encoded text. Raises BadRecord for a text with the token of images."""
+    return _expanded(made, reader.token, ())
+
+
 def _expanded(made: Encoded, token: int, images: Sequence[tuple[int, Grid]]) -> Illustrated:
     """Replace the token of each image by as many as the image has. images: (number, tokens) of each."""
     written = made.ids.count(token)

@@ -254,8 +254,18 @@ def test_a_field_of_images_without_places_is_not_read_by_a_model_of_text(
     assert examples.unread == {"images": 1}
 
 
-def test_a_text_with_the_token_of_images_is_refused(model: Path, tmp_path: Path) -> None:
-    path = write_chats(tmp_path, [asked("<|image_pad|>")])
+@pytest.mark.parametrize(
+    "record",
+    [
+        asked("<|image_pad|>"),
+        {"text": "a <|image_pad|>"},
+        {"prompt": "a", "completion": "<|image_pad|>"},
+    ],
+)
+def test_a_text_with_the_token_of_images_is_refused(
+    record: Any, model: Path, tmp_path: Path
+) -> None:
+    path = write_chats(tmp_path, [record])
     with pytest.raises(
         CorruptCheckpoint, match=r"has 0 images, and its text, .* 1 token of images"
     ):
