@@ -104,7 +104,7 @@ ITS_PACKAGES := import sysconfig; print(sysconfig.get_path('purelib'))
 $(VENV)/.on_gpu: pyproject.toml
 	$(PYTHON) -m venv --system-site-packages $(VENV)/gpu
 	$(PYTHON) -c "$(ITS_PACKAGES)" > "$$($(VENV)/gpu/bin/python -c "$(ITS_PACKAGES)")/of_the_machine.pth"
-	$(VENV)/gpu/bin/python -m pip install --quiet --no-compile pytest hypothesis h5py -e ".[train,data]"
+	$(VENV)/gpu/bin/python -m pip install --quiet --no-compile pytest hypothesis h5py -e ".[train,data,images]"
 	touch $@
 
 # mamba_ssm and flash_attn have Python too. What they would compile with CUDA isn't needed.

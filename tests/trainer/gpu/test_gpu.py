@@ -1,6 +1,6 @@
 """Tests on a GPU: every small model and option against the CPU's losses, compiled layers, attention kernels, FP8,
 grouped products, offloaded activations, equal bits of two runs, saves through pinned memory, generation with and without
-drafts, preferences, reward models, further objectives, and two, four and eight ranks on NCCL. test_rehearsal.py runs each
+drafts, preferences, reward models, further objectives, images, and two, four and eight ranks on NCCL. test_rehearsal.py runs each
 test on a CPU."""
 
 from dataclasses import replace
@@ -17,6 +17,7 @@ from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, KIMI_DE
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
 from tests.trainer.loop.launches import LLAMA, MIXTRAL, metrics, train
+from tests.trainer.multimodal import create, write_chats
 from tests.trainer.parallel.small import MODELS, Case, batches
 from tests.trainer.parallel.small_rewards import RewardCase
 from tests.trainer.pretended_cuda import test_drafting as drafting
@@ -148,6 +149,25 @@ def test_a_command_learns_what_it_learns_on_a_cpu(objective: str, tmp_path: Path
     found, expected = runs
     assert found
     assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_a_command_learns_from_images_as_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    """transformers computes the encoder on the device too."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    create(kind, tmp_path / "hf")
+    write_chats(tmp_path)
+    words = (
+        f"finetune --load {tmp_path}/hf --finetune-data {tmp_path}/chats.jsonl --fp32 --seq-length 96 --micro-batch-size 2 "
+        "--global-batch-size 4 --train-iters 5 --lr 1e-3 --log-interval 1 --metrics-file metrics.jsonl"
+    )
+    runs = []
+    for name, more in (("gpu", ""), ("cpu", "--distributed-backend gloo")):
+        train(tmp_path / name, 1, f"{words} {more}")
+        runs.append([line["loss"] for line in metrics(tmp_path / name) if "loss" in line])
+    found, expected = runs
+    assert len(found) == 5
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_muon_on_a_gpu_trains_as_on_a_cpu() -> None:
