@@ -154,6 +154,15 @@ def _qwen3_5(transformers: Any) -> tuple[Any, Any]:
     return transformers.Qwen3_5Config, {"text_config": text, "vision_config": _VISION_3}
 
 
+def _qwen3_5_moe(transformers: Any) -> tuple[Any, Any]:
+    _, fields = _qwen3_5(transformers)
+    experts = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    }  # fmt: skip
+    text = {**fields["text_config"], **experts}
+    return transformers.Qwen3_5MoeConfig, {**fields, "text_config": text}
+
+
 def _glm4v(transformers: Any) -> tuple[Any, Any]:
     vision = {
         **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
@@ -227,6 +236,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "qwen3_vl": _qwen3_vl,
     "qwen3_vl_moe": _qwen3_vl_moe,
     "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "glm4v": _glm4v,
     "glm4v_moe": _glm4v_moe,
     "glm_ocr": _glm_ocr,
