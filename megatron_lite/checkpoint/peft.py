@@ -53,7 +53,8 @@ def adapter_files(
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
     has_scores = config.has("scores")
     head = {_HEAD: tensors[_HEAD]} if has_scores else {}
-    is_inside = _is_multimodal(base)
+    # A model with scores has a class of its own, which holds the language model alone.
+    is_inside = _is_multimodal(base) and not has_scores
     stored = {
         f"base_model.model.{_inside(name) if is_inside else name}": tensor
         for name, tensor in (_stacked(modules, tensors) | head).items()

@@ -121,7 +121,8 @@ class Layer(Residual):
     def _ended(self, x: Tensor, run: Pass) -> Tensor:
         """Add the layer's own input, scale the sum with the layer's stored number, and add to images, if there are such."""
         if run.pictures is not None:
-            x = run.pictures.after(self.layer, x, self.ranks)
+            added: Tensor = run.pictures.after(self.after_mlp, x, self.ranks)
+            x = added
         if self.layer_input is not None:
             assert run.carried is not None
             x = self.layer_input(x, run.carried.input)

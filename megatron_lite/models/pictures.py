@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.models import rng
 from megatron_lite.models.moving import moved
 from megatron_lite.parallel.tensor import TensorGroup
 
@@ -62,7 +63,7 @@ class Spread(NamedTuple):
 
 
 class PlacedPictures:
-    """The images of a rank's tokens. A class, so that torch.compile never inspects it."""
+    """The images of a rank's tokens."""
 
     def __init__(self, places: Tensor, vectors: Tensor, further: Sequence[Tensor]) -> None:
         """The fields of Spread, [sequence, batch, ...]."""
@@ -73,8 +74,12 @@ class PlacedPictures:
         places, vectors = ranks.own_part(self._places), ranks.own_part(self._vectors)
         return torch.where(places, vectors.to(x.dtype), x)
 
-    def after(self, layer: int, x: Tensor, ranks: TensorGroup) -> Tensor:
-        """Return the output of a layer with what the encoder adds there. x: see `embedded`."""
-        if layer >= len(self._further):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(self, at: rng.At, x: Tensor, ranks: TensorGroup) -> Tensor:
+        """Return the output of a layer with what the encoder adds there. x: see `embedded`. at: of the layer.
+
+        It is not compiled, because each layer would be compiled anew.
+        """
+        if at.layer >= len(self._further):
             return x
-        return x + ranks.own_part(self._further[layer]).to(x.dtype)
+        return x + ranks.own_part(self._further[at.layer]).to(x.dtype)

@@ -17,7 +17,7 @@ from megatron_lite.models.moving import moved
 
 
 class Features(NamedTuple):
-    """What an encoder makes of images, in their order."""
+    """The output of an encoder for images, in their order."""
 
     vectors: Tensor
     """[tokens, hidden]."""
@@ -31,15 +31,16 @@ class ImageEncoder:
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Load the encoder. The language model is left out. Raises UsageError, TensorMismatch for a missing weight."""
         transformers = require_transformers("an image")
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-        _take_out_layers(config.text_config)
         try:
+            config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            _take_out_layers(config.text_config)
             with _quiet(transformers.utils.logging):
                 whole, found = transformers.AutoModelForImageTextToText.from_pretrained(
                     directory,
                     config=config,
                     dtype=dtype,
                     local_files_only=True,
+                    use_safetensors=True,  # no pickle is read
                     output_loading_info=True,
                 )
         except (OSError, ValueError, RuntimeError, ImportError) as error:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from formats.errors import CorruptCheckpoint
+
 Config = Mapping[str, Any]
 """A multimodal model's config.json."""
 
@@ -27,7 +29,7 @@ class Grid(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """How the pairs of elements rotate by three positions of a token: frame, row and column (mrope)."""
+    """The rotation of pairs of elements by three positions of a token: frame, row and column (mrope)."""
 
     sections: tuple[int, int, int]
     """Number of pairs that rotate by each of them, in a config.json that doesn't say it."""
@@ -37,7 +39,7 @@ class Axes(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageKind:
-    """How a kind of multimodal model reads images."""
+    """Multimodal models that read images in the same way."""
 
     model_types: tuple[str, ...]
     token_keys: tuple[str, ...]
@@ -48,8 +50,13 @@ class ImageKind:
     """None if the tokens of images have positions as those of a text."""
 
     def token_of(self, config: Config) -> int:
-        """Return the token that stands for each part of an image."""
-        return next(int(config[key]) for key in self.token_keys if key in config)
+        """Return the token that stands for each part of an image. Raises CorruptCheckpoint."""
+        for key in self.token_keys:
+            if key in config:
+                return int(config[key])
+        raise CorruptCheckpoint(
+            f"config.json of a {config['model_type']} lacks {self.token_keys[0]}, the token that stands for images"
+        )
 
 
 def _merged(config: Config, processed: Mapping[str, Any]) -> Grid:

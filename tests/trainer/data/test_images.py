@@ -310,6 +310,14 @@ def test_a_missing_image_processor_is_named(model: Path, tmp_path: Path) -> None
         ImageReader(tmp_path).add(ImageFile(tmp_path / "0.png"))
 
 
+def test_a_config_without_the_token_of_images_is_named(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    del config["image_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CorruptCheckpoint, match="lacks image_token_id"):
+        ImageReader(tmp_path)
+
+
 def test_each_kind_has_a_name_of_its_own() -> None:
     names = [name for kind in KINDS for name in kind.model_types]
     assert len(names) == len(set(names))

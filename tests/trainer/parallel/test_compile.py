@@ -1,6 +1,7 @@
 """Compiled layers: like layers share their graphs, and later steps compile nothing, with tensor parallelism and experts too."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -10,9 +11,11 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from megatron_lite.models.batch import Microbatch
 from megatron_lite.products.accumulating import GradientSum
 from megatron_lite.settings.options import LoRA
-from tests.trainer.parallel.small import SELECTIVE, Case, make_engine, step
+from tests.trainer.parallel import small_pictures
+from tests.trainer.parallel.small import SELECTIVE, Case, make_engine, own_batches
 from tests.trainer.parallel.worlds import World
 
 STEPS = 3
@@ -43,7 +46,9 @@ class Made(NamedTuple):
     """Products that were added to the sum of a weight's gradients."""
 
 
-def _steps(_rank: int, case: Case, backend: str) -> list[Made]:
+def _steps(
+    _rank: int, case: Case, backend: str, batches: Callable[..., list[Microbatch]] = own_batches
+) -> list[Made]:
     torch.compiler.reset()
     counters.clear()
     with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
@@ -53,11 +58,19 @@ def _steps(_rank: int, case: Case, backend: str) -> list[Made]:
         with mock.patch.object(
             GradientSum, "add", autospec=True, side_effect=GradientSum.add
         ) as add:
-            loss = step(engine, case, number).loss
+            own = batches(case, number, engine)
+            loss = engine.train_step(own, lr=1e-3, weight_decay=0.1).loss
         found.append(Made(loss, counters["stats"]["unique_graphs"], add.call_count))
     engine.finish()
     engine.grid.close()
     return found
+
+
+def test_layers_that_add_to_images_share_their_graphs() -> None:
+    """Of four layers, the first three add further vectors, each its own."""
+    case = Case("qwen3", masked=False, options=COMPILED)
+    found = _steps(0, case, "aot_eager", small_pictures.own_batches)
+    assert found[-1].graphs == found[0].graphs <= 3
 
 
 @pytest.mark.slow
