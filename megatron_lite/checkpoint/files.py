@@ -1,7 +1,7 @@
 """Writes one iteration of a `torch_dist` checkpoint through PyTorch's DCP. Each rank writes its own blocks, rank 0 the index.
 
 .metadata            the index: keys, global shapes, blocks, and the place of each block
-__{rank}_0.distcp    blocks, each a complete torch file
+__{rank}_0.distcp    blocks, each a complete torch file, and the mark of this save (formats/save_marks.py)
 common.pt            the values that are not sharded: args, scheduler, parameter groups
 metadata.json        names the format; written last
 """
@@ -12,10 +12,12 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -34,7 +36,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from formats import save_marks
 from megatron_lite.checkpoint.placement import Shard
 
 MARK = {
@@ -43,6 +48,8 @@ MARK = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_DIRECTORY_BYTES = 1024
+"""As many bytes at the end of a block hold the directory of its archive, with the checksums of its data."""
 
 
 def write_blocks(
@@ -50,24 +57,49 @@ def write_blocks(
     shards: Sequence[Shard],
     objects: Mapping[str, bytes],
     group: ProcessGroup | None,
-) -> None:
+) -> str:
     """Write the shards and objects of all ranks to `directory`. All data is on disk when the function returns.
 
     Collective over the group (None: a single process). objects: torch files by key; each key is on one rank only.
-    Raises DCP's CheckpointException on all ranks when one rank fails.
+    Returns the id of this save. Raises DCP's CheckpointException on all ranks when one rank fails, and OSError.
     """
+    writer = _Writer(directory)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(
-            {}, storage_writer=_Writer(directory), planner=_Planner(shards, objects), process_group=group,
+            {}, storage_writer=writer, planner=_Planner(shards, objects), process_group=group,
             no_dist=group is None,
         )  # fmt: skip
+    save_id = _save_id(_checksums(directory, writer.written), group)
+    for name in sorted({result.storage_data.relative_path for result in writer.written}):
+        save_marks.append(directory / name, save_id)
+    return save_id
 
 
-def write_common(directory: Path, common: Mapping[str, Any]) -> None:
-    """Write common.pt and metadata.json. Call it on one rank, after write_blocks."""
+def _checksums(directory: Path, written: Sequence[WriteResult]) -> str:
+    """Return a hash of the checksums that torch has put into this rank's blocks. The data is not read again."""
+    found = sha256()
+    for place in (result.storage_data for result in written):
+        with (directory / place.relative_path).open("rb") as file:
+            count = min(place.length, _DIRECTORY_BYTES)
+            file.seek(place.offset + place.length - count)
+            found.update(file.read(count))
+    return found.hexdigest()
+
+
+def _save_id(checksums: str, group: ProcessGroup | None) -> str:
+    """Return a hash of all ranks' checksums: equal states have equal ids. Collective."""
+    if group is None:
+        return checksums
+    of_ranks = [""] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, checksums, group=group)
+    return sha256("".join(of_ranks).encode()).hexdigest()
+
+
+def write_common(directory: Path, common: Mapping[str, Any], save_id: str) -> None:
+    """Write common.pt and metadata.json. Call it on one rank, after write_blocks, with the id that it returned."""
     content = io.BytesIO()
-    torch.save(dict(common), content)
+    torch.save({**common, save_marks.KEY: save_id}, content)
     write_file(directory / "common.pt", content.getvalue())
     write_file(directory / "metadata.json", json.dumps(MARK).encode())
 
@@ -82,6 +114,14 @@ def write_file(path: Path, content: bytes) -> None:
 
 class _Writer(FileSystemWriter):
     """DCP's writer without the ids and paths that it adds to the index: equal states give equal files."""
+
+    written: Sequence[WriteResult] = ()
+    """The places of this rank's blocks, once they are written."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done = super().write_data(plan, planner)
+        self.written = done.wait()
+        return done
 
     def storage_meta(self) -> StorageMeta | None:
         return None

@@ -111,7 +111,7 @@ class Saver:
             self._make_staging(staging)
         self._barrier()
         if self.format == "torch_dist":
-            write_blocks(staging, snapshot.shards, snapshot.objects or {}, self.group)
+            self._write_blocks(staging, snapshot)
         elif snapshot.files is not None:
             for file_name, content in snapshot.files.items():
                 write_file(staging / file_name, content)
@@ -133,6 +133,12 @@ class Saver:
                 shutil.rmtree(left)
         staging.mkdir()
 
+    def _write_blocks(self, directory: Path, snapshot: Snapshot) -> None:
+        """Write this rank's blocks, and on rank 0 the values next to them. Collective."""
+        save_id = write_blocks(directory, snapshot.shards, snapshot.objects or {}, self.group)
+        if self.rank == 0:
+            write_common(directory, snapshot.common, save_id)
+
     def _write_rank_file(self, staging: Path, file: rank_file.RankFile) -> None:
         """Write this rank's file, if it has one. Collective."""
         if file.path is None:
@@ -144,8 +150,6 @@ class Saver:
         sync_directory(directory)
 
     def _publish(self, staging: Path, target: Path, snapshot: Snapshot) -> None:
-        if self.format == "torch_dist":
-            write_common(staging, snapshot.common)
         sync_directory(staging)
         aside = target.with_name(f".{target.name}.replaced")
         if target.exists():

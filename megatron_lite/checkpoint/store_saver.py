@@ -27,7 +27,6 @@ from formats.stores.slots import Slots
 from formats.stores.store_journal import SentFile, StoreJournal
 from formats.stores.waiting import MEMORY_BYTES
 from formats.stores.writing import Upload, WritableStore
-from megatron_lite.checkpoint.files import write_blocks, write_common
 from megatron_lite.checkpoint.saver import SIDECARS, SaveError, Saver
 from megatron_lite.checkpoint.snapshot import Snapshot
 
@@ -66,9 +65,7 @@ class StoreSaver(Saver):
     def _write_files(self, folder: Path, snapshot: Snapshot) -> None:
         """Write this rank's files to the local disk."""
         if self.format == "torch_dist":
-            write_blocks(folder, snapshot.shards, snapshot.objects or {}, self.group)
-            if self.rank == 0:
-                write_common(folder, snapshot.common)
+            self._write_blocks(folder, snapshot)
         elif snapshot.rank_file is not None:
             self._write_rank_file(folder, snapshot.rank_file)
 

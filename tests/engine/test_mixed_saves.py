@@ -115,6 +115,15 @@ def test_rank_files_of_two_runs_at_the_same_iteration_are_no_model(
     assert refused.value.code == "mixed-iterations"
 
 
+def test_rank_files_of_two_runs_on_other_data_are_no_model(two_files: Path) -> None:
+    """The trainer saves a hash of its data. All flags of the two runs may be the same."""
+    for file, data in zip(rank_paths(two_files), ("aaaa", "bbbb"), strict=True):
+        edit([file], megatron_lite={"data": data})
+    expected = "has megatron_lite.data aaaa, .* bbbb: they are from two runs. Copy all"
+    with pytest.raises(CorruptCheckpoint, match=expected):
+        megaconv.open(two_files)
+
+
 def test_an_iteration_that_differs_from_its_directory_is_refused_with_both_names(
     two_files: Path,
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from formats import rank_files, torch_dist, torch_zip, zarr_arrays
+from formats import rank_files, save_marks, torch_dist, torch_zip, zarr_arrays
 from formats.chunked import ChunkedTensor
 from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
@@ -97,6 +97,7 @@ def open_dist(files: DistFiles, options: LoadOptions) -> RankSource:
     """The checkpoint as one rank. Raises CorruptCheckpoint, UnsafeContent, UnsupportedInput."""
     version, _, directory, tensors = files
     state = dict(_common(version, directory))
+    _require_one_save(version, directory, state)
     args, writer = state.get("args"), ""
     verl_run = run_of(version)
     if verl_run is not None and options.config is not None:
@@ -192,6 +193,13 @@ def _common(version: Path, directory: Directory) -> Mapping[str, Any]:
     if not isinstance(common, dict):
         raise CorruptCheckpoint(f"{file}: should hold a dictionary, found {type(common).__name__}")
     return common
+
+
+def _require_one_save(version: Path, directory: Directory, state: Mapping[str, Any]) -> None:
+    """Raises CorruptCheckpoint for a file of another save, where files name their save."""
+    if isinstance(directory, torch_dist.DistDirectory):
+        files = (each.file for each in directory.files.values())
+        save_marks.require_one_save(version / torch_dist.COMMON_FILE, state, files)
 
 
 def _iteration_file(version: Path) -> Path:

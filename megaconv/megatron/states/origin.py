@@ -3,6 +3,7 @@
     iteration                       of every rank file and common.pt: the same in all, and the number of iter_0000005/
     args.consumed_train_samples     the same in all files of one save
     args.seed, args.lr and others   the same in all files of one run
+    megatron_lite.data              a hash of the training data: the same in all files of one run of megatron_lite
     args.rank, args.world_size      the rank that wrote the file; with the sizes in args they give the file's directory
 
 Ranks are numbered over tensor parallel ranks first, then context, expert and data parallel ranks, and pipeline stages
@@ -28,7 +29,10 @@ Numbers = tuple[int, ...]
 _States = Mapping[Numbers, Mapping[str, Any]]
 _Files = Mapping[Numbers, Path]
 
-OF_ONE_RUN = ("seed", "lr", "min_lr", "weight_decay", "global_batch_size", "train_iters")
+OF_ONE_RUN = (
+    "seed", "lr", "min_lr", "weight_decay", "global_batch_size", "train_iters", "lr_warmup_iters", "lr_decay_iters",
+    "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "hidden_dropout", "attention_dropout",
+)  # fmt: skip
 """Arguments that all ranks of a run get from its command line. Files of two runs often differ in one of them."""
 _OF_A_RUN = ("rng_state", "torch_rng_state", "optimizer", "opt_param_scheduler", "lr_scheduler")
 """Keys of files that a run saved. Tools, which save every rank's file from one process, write none of them."""
@@ -69,13 +73,14 @@ def require_one_save(states: _States, files: _Files, version: Path) -> None:
         _require_same(
             f"args.{name}", _argument(name, states), files, version, "they are from two runs"
         )
+    _require_same("megatron_lite.data", _data(states), files, version, "they are from two runs")
     for numbers, iteration in sorted(iterations.items()):
         require_iteration(version, files[numbers], iteration)
 
 
 def _require_same(
     what: str,
-    values: Mapping[Numbers, int | float],
+    values: Mapping[Numbers, int | float | str],
     files: _Files,
     version: Path,
     cause: str = "they are from two saves, or a save was interrupted",
@@ -214,6 +219,15 @@ def _is_iteration(value: object) -> TypeGuard[int]:
 def _samples(states: _States) -> dict[Numbers, int]:
     found = _argument("consumed_train_samples", states)
     return {numbers: value for numbers, value in found.items() if type(value) is int}
+
+
+def _data(states: _States) -> dict[Numbers, str]:
+    """The hash of the training data in each file that has it."""
+    found = {numbers: state.get("megatron_lite") for numbers, state in states.items()}
+    hashes = {
+        numbers: value.get("data") for numbers, value in found.items() if isinstance(value, dict)
+    }
+    return {numbers: value for numbers, value in hashes.items() if isinstance(value, str)}
 
 
 def _argument(name: str, states: _States) -> dict[Numbers, int | float]:
