@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,7 +64,13 @@ class ImageEncoder:
     @torch.no_grad()
     def encode(self, images: Sequence[Inputs]) -> Features:
         """Return the features of images. images: the inputs of each, as ImageReader makes them."""
-        arguments = {name: self._joined(images, name) for name in images[0]}
+        made = [self._encode_together(list(alike)) for _, alike in groupby(images, _shapes)]
+        vectors, further = zip(*made, strict=True)
+        return Features(torch.cat(vectors), tuple(map(torch.cat, zip(*further, strict=True))))
+
+    def _encode_together(self, images: Sequence[Inputs]) -> Features:
+        """Return the features of images whose inputs have the same shapes."""
+        arguments = {name: self._joined(images, name) for name in self._taken(images[0])}
         output = self._model.get_image_features(**arguments)
         further = getattr(output, "deepstack_features", None) or ()
         # Each entry has one tensor for each image.
@@ -71,10 +79,20 @@ class ImageEncoder:
             tuple(torch.cat(tuple(each)) for each in further),
         )
 
+    def _taken(self, image: Inputs) -> list[str]:
+        """Return the names of the arguments. An image processor returns others too, such as the number of tiles."""
+        known = signature(self._model.get_image_features).parameters
+        return [name for name in image if name in known]
+
     def _joined(self, images: Sequence[Inputs], name: str) -> Tensor:
         """Return an argument of all images."""
         joined = np.concatenate([image[name] for image in images])
         return moved(torch.from_numpy(joined), self._device)
+
+
+def _shapes(image: Inputs) -> list[tuple[int, ...]]:
+    """Return the shapes of an image's inputs without their first axis, along which those of several images are joined."""
+    return [value.shape[1:] for value in image.values()]
 
 
 def _require_all(model: torch.nn.Module, missing: Iterable[str], directory: Path) -> None:

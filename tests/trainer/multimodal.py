@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from tests.trainer.image_texts import image_processor
+
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+    "<img>", "</img>",
 )  # fmt: skip
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
@@ -19,7 +22,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 SIZES = ((56, 40), (24, 24), (64, 32), (33, 47))
 """(width, height) of the images of the chats."""
 TEXT: Mapping[str, Any] = {
-    "vocab_size": 264, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
 }  # fmt: skip
@@ -225,6 +228,17 @@ def _llava(transformers: Any) -> tuple[Any, Any]:
     }
 
 
+def _internvl(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": [16, 16],
+        "patch_size": [4, 4],
+    }  # fmt: skip
+    return transformers.InternVLConfig, {
+        "text_config": {**TEXT, "model_type": "qwen3"},
+        "vision_config": vision,
+    }
+
+
 def _rotating(sections: list[int]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     return {**TEXT, "rope_parameters": rope}
@@ -243,7 +257,10 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "paddleocr_vl": _paddleocr_vl,
     "exaone4_5": _exaone4_5,
     "llava": _llava,
+    "internvl": _internvl,
 }
+WITHOUT_VIDEOS = ("llava", "internvl")
+"""Models whose configuration has no token for videos."""
 
 
 def create(kind: str, directory: Path) -> None:
@@ -257,7 +274,7 @@ def create(kind: str, directory: Path) -> None:
         **fields,
         image_token_id=token("<|image_pad|>"),
         tie_word_embeddings=False,
-        **({} if kind == "llava" else {"video_token_id": token("<|video_pad|>")}),
+        **({} if kind in WITHOUT_VIDEOS else {"video_token_id": token("<|video_pad|>")}),
     )
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -267,18 +284,4 @@ def create(kind: str, directory: Path) -> None:
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
-    _image_processor(kind, transformers).save_pretrained(directory)
-
-
-def _image_processor(kind: str, transformers: Any) -> Any:
-    if kind == "llava":
-        side = {"height": 16, "width": 16}
-        return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
-    if kind == "paddleocr_vl":
-        return transformers.PaddleOCRVLImageProcessorPil(
-            patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096
-        )
-    limits = {"shortest_edge": 64, "longest_edge": 4096}
-    return transformers.Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, size=limits
-    )
+    image_processor(kind, transformers).save_pretrained(directory)

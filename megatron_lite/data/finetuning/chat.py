@@ -12,6 +12,7 @@ refused. GPT-OSS' template rewrites them too; its answers are found by their spe
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from megaconv.terminal import reason_of
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.finetuning.harmony_turns import harmony_spans
+from megatron_lite.data.finetuning.image_texts import ImageTexts, Span, joined
 from megatron_lite.data.harmony import is_harmony_template
 from megatron_lite.data.harmony_messages import with_descriptions
 from megatron_lite.data.packages import package
@@ -80,7 +82,11 @@ class ChatTemplate:
         self._eod = tokenizer.eod
         self._unreadable: type[Exception] = package("jinja2", "a chat template").TemplateSyntaxError
 
-    def encode(self, chat: Chat) -> Encoded:
+    def word(self, token: int) -> str:
+        """Return the text of a special token."""
+        return str(self._inner.convert_ids_to_tokens(token))
+
+    def encode(self, chat: Chat, images: ImageTexts | None = None) -> Encoded:
         """Return the tokens of transformers' apply_chat_template, plus the end of text if they end without a special token.
 
         Raises BadRecord for the conversation, UsageError for a template that is invalid for any conversation.
@@ -88,7 +94,7 @@ class ChatTemplate:
         try:
             template = self._inner.get_chat_template(self._choice(), chat.tools)
             chat = _as_template_expects(chat, template)
-            ids, learned = self._encoded(chat, template)
+            ids, learned = self._encoded(chat, template, images)
         except BadRecord:
             raise
         except self._unreadable as error:
@@ -103,7 +109,7 @@ class ChatTemplate:
             return Encoded([*ids, self._eod], [*learned, True])
         return Encoded(ids, learned)
 
-    def _encoded(self, chat: Chat, template: str) -> Encoded:
+    def _encoded(self, chat: Chat, template: str, images: ImageTexts | None) -> Encoded:
         """Encode the messages as the template expects them."""
         answers = [
             number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
@@ -116,18 +122,18 @@ class ChatTemplate:
         learned_answers = wanted[-1:] if self._turns == "last" else wanted
         if MARKS.search(template):
             skips_answers = len(learned_answers) < len(answers)
-            return self._by_marks(chat, learned_answers[0] if skips_answers else 0)
+            return self._by_marks(chat, learned_answers[0] if skips_answers else 0, images)
         if is_harmony_template(template):
             whole = self._rendered(chat, chat.messages)
             spans = harmony_spans(whole, chat.messages, learned_answers, all_whole=self._pairs)
-            return self._by_spans(whole, spans)
-        return self._by_beginnings(chat, learned_answers)
+            return self._by_spans(whole, spans, images)
+        return self._by_beginnings(chat, learned_answers, images)
 
     def _choice(self) -> Any:
         """Return the template, or None if the tokenizer has several by name; tools then determine the choice."""
         return self._template if isinstance(self._template, str) else None
 
-    def _by_marks(self, chat: Chat, first: int) -> Encoded:
+    def _by_marks(self, chat: Chat, first: int, images: ImageTexts | None) -> Encoded:
         """Encode with transformers' own mask, from message `first` on."""
         made = self._inner.apply_chat_template(
             list(chat.messages), tools=chat.tools, chat_template=self._choice(), tokenize=True, return_dict=True,
@@ -142,7 +148,10 @@ class ChatTemplate:
             if is_marked:
                 marked_until = end
             learned.append(is_marked and end > start)
-        return Encoded(list(made["input_ids"]), learned)
+        if images is None:
+            return Encoded(list(made["input_ids"]), learned)
+        spans = joined(compress(made["offset_mapping"], learned))
+        return self._by_spans(self._rendered(chat, chat.messages), spans, images)
 
     def _start_of(self, chat: Chat, number: int) -> int:
         """Return the number of characters before a message. Raises BadRecord if that text is not a prefix of the whole."""
@@ -154,15 +163,19 @@ class ChatTemplate:
                 return len(before)
         raise BadRecord(_rewritten(number, OTHER_TEMPLATE))
 
-    def _by_beginnings(self, chat: Chat, wanted: Sequence[int]) -> Encoded:
+    def _by_beginnings(
+        self, chat: Chat, wanted: Sequence[int], images: ImageTexts | None
+    ) -> Encoded:
         whole = self._rendered(chat, chat.messages)
-        spans: list[tuple[int, int]] = []
+        spans: list[Span] = []
         for number in wanted:
             spans.append(self._span(chat, number, whole, is_last=number == wanted[-1]))
-        return self._by_spans(whole, spans)
+        return self._by_spans(whole, spans, images)
 
-    def _by_spans(self, whole: str, spans: Sequence[tuple[int, int]]) -> Encoded:
-        """Encode a rendered conversation. spans: the character ranges that are learned."""
+    def _by_spans(self, whole: str, spans: Sequence[Span], images: ImageTexts | None) -> Encoded:
+        """Encode a rendered conversation with its images. spans: the character ranges that are learned."""
+        if images is not None:
+            whole, spans = images.put_into(whole, spans)
         made = self._inner(whole, add_special_tokens=False, return_offsets_mapping=True)
         learned = [
             any(first < end and last > start for start, end in spans)

@@ -23,12 +23,14 @@ from megatron_lite.data.finetuning.forms import IMAGES, Chat, Plain, read_record
 from megatron_lite.data.finetuning.image_chat import (
     Illustrated,
     has_images,
-    with_tokens_of_images,
+    with_places,
     without_images,
 )
+from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
+from megatron_lite.data.images.files import read_image
 from megatron_lite.data.images.places import Images, Placed
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
@@ -175,15 +177,26 @@ class _Encoder:
     ) -> Illustrated:
         """Encode a record that may have images."""
         if isinstance(content, str):
-            return without_images(self._plain(Plain("", content)), reader)
+            return without_images(self._plain(Plain("", content)), reader.token)
         fields = read_fields(content)
         reading = read_record(fields, self._options.finetune_form)
         self.unread.update(reading.unread - set(IMAGES))
         if isinstance(reading.example, Plain):
             _refuse_listed_images(fields)
-            return without_images(self._plain(reading.example), reader)
+            return without_images(self._plain(reading.example), reader.token)
         chat = with_images(reading.example, fields)
-        return with_tokens_of_images(self._example(chat), chat, reader, directory)
+        if not chat.images:
+            return without_images(self._example(chat), reader.token)
+        return self._encode_images(chat, reader, directory)
+
+    def _encode_images(self, chat: Chat, reader: ImageReader, directory: Path) -> Illustrated:
+        """Encode a chat that has images."""
+        reader.require_kind()
+        template = self._chat_template()
+        word = template.word(reader.token)
+        images = [reader.add(read_image(given, directory), word) for given in chat.images]
+        texts = ImageTexts(word, [image.text for _, image in images])
+        return with_places(template.encode(chat, texts), images, reader.token)
 
     def _encode_pair(self, record: Record) -> list[Encoded]:
         """Return the chosen and the rejected answer, or [] if they are equal."""
@@ -216,12 +229,12 @@ class _Encoder:
         if example.plain is not None and not self._has_template():
             self.plain_chats += 1
             return self._plain(example.plain)
-        return self._chat(example)
+        return self._chat_template().encode(example)
 
     def _has_template(self) -> bool:
         return bool(self._options.chat_template) or has_chat_template(self._tokenizer)
 
-    def _chat(self, chat: Chat) -> Encoded:
+    def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             if not isinstance(self._tokenizer, HuggingFaceTokenizer):
                 raise UsageError(
@@ -233,7 +246,7 @@ class _Encoder:
                 self._options.finetune_turns,
                 pairs=self._options.pairs,
             )
-        return self._template.encode(chat)
+        return self._template
 
     def _plain(self, text: Plain) -> Encoded:
         """Encode a plain text, with the model's begin and end tokens unless the text has them already."""

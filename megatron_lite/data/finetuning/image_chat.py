@@ -1,17 +1,17 @@
-"""The tokens of images in a chat: the template writes one for each image, which becomes a token for each of its parts."""
+"""The places of images among the tokens of a chat."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from formats.wording import counted
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.chat import Encoded
 from megatron_lite.data.finetuning.forms import Chat
-from megatron_lite.data.images.files import read_image
-from megatron_lite.data.images.kinds import Grid
+from megatron_lite.data.finetuning.image_texts import require_as_many
 from megatron_lite.data.images.places import Placed
-from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.images.written import Written
 
 
 class Illustrated(NamedTuple):
@@ -21,40 +21,32 @@ class Illustrated(NamedTuple):
     images: Sequence[Placed] = ()
 
 
-def with_tokens_of_images(
-    made: Encoded, chat: Chat, reader: ImageReader, directory: Path
-) -> Illustrated:
-    """Return an encoded chat with the tokens of its images. directory: of the record's file. Raises BadRecord."""
-    images = [reader.add(read_image(given, directory)) for given in chat.images]
-    return _expanded(made, reader.token, images)
+def with_places(made: Encoded, images: Sequence[tuple[int, Written]], token: int) -> Illustrated:
+    """Return an encoded chat with the places of its images. images: the number and the text of each. Raises BadRecord.
 
-
-def without_images(made: Encoded, reader: ImageReader) -> Illustrated:
-    """Return an encoded text. Raises BadRecord for a text with the token of images."""
-    return _expanded(made, reader.token, ())
-
-
-def _expanded(made: Encoded, token: int, images: Sequence[tuple[int, Grid]]) -> Illustrated:
-    """Replace the token of each image by as many as the image has. images: (number, tokens) of each."""
-    written = made.ids.count(token)
-    if written != len(images):
+    token: stands for each part of an image.
+    """
+    found = np.flatnonzero(np.array(made.ids) == token)
+    expected = sum(image.grid.tokens for _, image in images)
+    if len(found) != expected:
         raise BadRecord(
-            f"has {counted(len(images), 'image')}, and its text, as the chat template writes it, {counted(written, 'token')} of images; "
-            "a text may not contain that token, and the template has to write one for each image"
+            f"has {counted(len(found), 'token')} of images, and {expected} are those of its {counted(len(images), 'image')}; "
+            "a text may not contain that token"
         )
-    waiting = iter(images)
-    ids: list[int] = []
-    learned: list[bool] = []
     placed: list[Placed] = []
-    for each, is_learned in zip(made.ids, made.learned, strict=True):
-        count = 1
-        if each == token:
-            number, grid = next(waiting)
-            placed.append(Placed(number, len(ids), grid))
-            count, is_learned = grid.tokens, False
-        ids += [each] * count
-        learned += [is_learned] * count
-    return Illustrated(Encoded(ids, learned), placed)
+    used = 0
+    for number, image in images:
+        own = found[used : used + image.grid.tokens]
+        start, last = int(own[0]), int(own[-1])
+        placed.append(Placed(number, start, last + 1 - start, image.grid))
+        used += image.grid.tokens
+    return Illustrated(made, placed)
+
+
+def without_images(made: Encoded, token: int) -> Illustrated:
+    """Return an encoded text. Raises BadRecord for a text with the token of images."""
+    require_as_many(0, made.ids.count(token))
+    return Illustrated(made)
 
 
 def has_images(chat: Chat) -> bool:

@@ -1,31 +1,18 @@
-"""The multimodal models whose images a run can train on: one line of a table for each kind of encoder.
-
-| kind | tokens of an image | positions |
-|---|---|---|
-| grid | one for each merged patch | row and column of each patch (mrope) |
-| fixed | the same number for each image | as a text |
-"""
+"""The multimodal models whose images a run can train on: one line of a table for each kind of encoder."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from formats.errors import CorruptCheckpoint
-
-Config = Mapping[str, Any]
-"""A multimodal model's config.json."""
-
-
-class Grid(NamedTuple):
-    """The tokens of an image, in rows and columns; an image without rows has (1, 1, tokens)."""
-
-    frames: int
-    rows: int
-    columns: int
-
-    @property
-    def tokens(self) -> int:
-        return self.frames * self.rows * self.columns
+from megatron_lite.data.images.written import (
+    Config,
+    Processed,
+    Written,
+    write_merged,
+    write_square,
+    write_tiles,
+)
 
 
 class Axes(NamedTuple):
@@ -44,10 +31,12 @@ class ImageKind:
     model_types: tuple[str, ...]
     token_keys: tuple[str, ...]
     """The keys of config.json that may have the token that stands for a part of an image."""
-    grid: Callable[[Config, Mapping[str, Any]], Grid]
-    """Returns the tokens of an image from (config, the output of transformers' image processor for this image)."""
+    write: Callable[[Config, Processed, str], Written]
+    """Returns the text of an image from (config, the output of the image processor for it, the text of its token)."""
     axes: Axes | None = None
     """None if the tokens of images have positions as those of a text."""
+    arguments: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    """Returns the arguments of the image processor that transformers' processor of text and images gives it."""
 
     def token_of(self, config: Config) -> int:
         """Return the token that stands for each part of an image. Raises CorruptCheckpoint."""
@@ -59,47 +48,38 @@ class ImageKind:
         )
 
 
-def _merged(config: Config, processed: Mapping[str, Any]) -> Grid:
-    """Return the patches that are left after neighbours were merged."""
-    merge = config["vision_config"].get("spatial_merge_size", 2)
-    frames, rows, columns = (int(size) for size in processed["image_grid_thw"][0])
-    return Grid(frames, rows // merge, columns // merge)
-
-
-def _fixed(config: Config, processed: Mapping[str, Any]) -> Grid:
-    """Return the patches of an image of the one size that the encoder takes. `full` adds the token of the class."""
-    side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
-    is_full = config.get("vision_feature_select_strategy", "default") == "full"
-    return Grid(1, 1, side * side + is_full)
+def _in_tiles(config: Config) -> Mapping[str, Any]:
+    return {"crop_to_patches": True}
 
 
 KINDS: Sequence[ImageKind] = (
     ImageKind(
         ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl"),
         ("image_token_id",),
-        _merged,
+        write_merged,
         Axes((16, 24, 24), interleaved=False),
     ),
     ImageKind(
         ("qwen3_vl", "qwen3_vl_moe"),
         ("image_token_id",),
-        _merged,
+        write_merged,
         Axes((24, 20, 20), interleaved=True),
     ),
     ImageKind(
         ("qwen3_5", "qwen3_5_moe"),
         ("image_token_id",),
-        _merged,
+        write_merged,
         Axes((11, 11, 10), interleaved=True),
     ),
     ImageKind(
         ("glm4v", "glm4v_moe", "glm_ocr"),
         ("image_token_id",),
-        _merged,
+        write_merged,
         Axes((8, 12, 12), interleaved=False),
     ),
-    ImageKind(("exaone4_5",), ("image_token_id",), _merged),
-    ImageKind(("llava",), ("image_token_id", "image_token_index"), _fixed),
+    ImageKind(("exaone4_5",), ("image_token_id",), write_merged),
+    ImageKind(("llava",), ("image_token_id", "image_token_index"), write_square),
+    ImageKind(("internvl",), ("image_token_id",), write_tiles, arguments=_in_tiles),
 )
 
 

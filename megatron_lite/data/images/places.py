@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.images.kinds import Grid
 from megatron_lite.data.images.positions import positions_of
 from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.images.written import Grid
 
 
 class Placed(NamedTuple):
@@ -18,7 +18,9 @@ class Placed(NamedTuple):
     number: int
     """Number in the ImageReader."""
     start: int
-    """The place of its first token."""
+    """The place of the first token for which its encoder gives a vector."""
+    length: int
+    """Number of tokens up to the last such token. Others may be among them."""
     grid: Grid
 
 
@@ -46,7 +48,7 @@ class Images:
         The token at the end is a label alone.
         """
         inside = self.within(first, end - 1)
-        if inside and inside[-1].start + inside[-1].grid.tokens > end - 1:
+        if inside and inside[-1].start + inside[-1].length > end - 1:
             return inside[-1].start + 1
         return end
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_lite.data.images.kinds import Axes, Config, Grid, text_of
+from megatron_lite.data.images.kinds import Axes, text_of
+from megatron_lite.data.images.written import Config, Grid
 
 
 def positions_of(tokens: int, images: Iterable[tuple[int, Grid]]) -> NDArray[np.int64]:

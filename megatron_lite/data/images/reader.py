@@ -14,7 +14,8 @@ from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.images.files import ImageFile
-from megatron_lite.data.images.kinds import KINDS, Axes, Grid, kind_of, text_of
+from megatron_lite.data.images.kinds import KINDS, Axes, ImageKind, kind_of, text_of
+from megatron_lite.data.images.written import Written
 from megatron_lite.data.packages import package
 from megatron_lite.data.samples import NO_TOKEN
 
@@ -30,30 +31,38 @@ class ImageReader:
         self.directory = directory
         self.config = load_config(directory / CONFIG_NAME)
         self.kind = kind_of(self.config)
-        """None for a model whose images a run can't train on; `add` refuses them."""
+        """None for a model whose images a run can't train on."""
         self.token = NO_TOKEN if self.kind is None else self.kind.token_of(self.config)
         """The token that stands for each part of an image."""
         self.keeps_ready = True
         """False if this process doesn't encode images, so that `prepare` has nothing to do."""
         self._files: list[ImageFile] = []
         self._sizes: list[tuple[int, int]] = []
-        self._grids: dict[tuple[int, int], Grid] = {}
+        self._written: dict[tuple[int, int], Written] = {}
+        """By the size of an image."""
         self._ready: dict[int, Inputs] = {}
 
-    def add(self, file: ImageFile) -> tuple[int, Grid]:
-        """Return (number, tokens) of an image. Reads its header alone. Raises BadRecord, UsageError, NotExpressible."""
+    def require_kind(self) -> ImageKind:
+        """Return the kind of the model. Raises NotExpressible for a model whose images a run can't train on."""
         if self.kind is None:
             known = ", ".join(name for kind in KINDS for name in kind.model_types)
             raise NotExpressible(
                 f"{self.directory}: a run can't train on images of {self.config.get('model_type')!r}; expected one of {known}"
             )
-        size = file.size
-        if size not in self._grids:
+        return self.kind
+
+    def add(self, file: ImageFile, word: str) -> tuple[int, Written]:
+        """Return the number of an image, and its text. Reads its header alone. Raises BadRecord, UsageError, NotExpressible.
+
+        word: the text of the token that stands for each part of an image.
+        """
+        kind, size = self.require_kind(), file.size
+        if size not in self._written:
             blank = package("PIL.Image", "an image", extra="images").new("RGB", size)
-            self._grids[size] = self.kind.grid(self.config, self._processed(blank, file))
+            self._written[size] = kind.write(self.config, self._processed(blank, file), word)
         self._files.append(file)
         self._sizes.append(size)
-        return len(self._files) - 1, self._grids[size]
+        return len(self._files) - 1, self._written[size]
 
     @property
     def axes(self) -> Axes | None:
@@ -86,8 +95,9 @@ class ImageReader:
             raise CorruptCheckpoint(f"--finetune-data: {error}") from error
 
     def _processed(self, image: Any, file: ImageFile) -> Inputs:
+        arguments = self.require_kind().arguments(self.config)
         try:
-            return dict(self._processor(images=[image], return_tensors="np"))
+            return dict(self._processor(images=[image], return_tensors="np", **arguments))
         except ValueError as error:  # such as an image of one row
             raise BadRecord(f"{file}: the image processor refuses it: {error}") from error
 

@@ -21,9 +21,10 @@ from megatron_lite.data.finetuning.pieces import pieces_for
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.splits import split_datasets
 from megatron_lite.data.images.files import ImageFile, read_image
-from megatron_lite.data.images.kinds import KINDS, Axes, Grid
+from megatron_lite.data.images.kinds import KINDS, Axes
 from megatron_lite.data.images.positions import axes_of_pairs, positions_of
 from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.images.written import Grid
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from tests.trainer.multimodal import TEMPLATE, chats, create, token, write_chats
 
@@ -38,9 +39,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def read(model: Path, path: Path) -> Examples:
+def read(model: Path, path: Path, template: str | None = None) -> Examples:
     tokenizer = HuggingFaceTokenizer(str(model))
-    return read_examples([str(path)], tokenizer, ReadingOptions(images=ImageReader(model)))
+    options = ReadingOptions(images=ImageReader(model), chat_template=template)
+    return read_examples([str(path)], tokenizer, options)
 
 
 def chat_of(record: Mapping[str, Any]) -> Chat:
@@ -185,6 +187,27 @@ def test_a_record_of_a_table_may_hold_the_bytes_of_its_images(model: Path, tmp_p
     assert image.grid == (1, 5, 7)
 
 
+def test_a_template_with_marks_around_answers_gives_the_same_tokens(
+    model: Path, tmp_path: Path
+) -> None:
+    """The answer has an image too, which is not learned."""
+    answer = {"role": "assistant", "content": [TEXT, {**IMAGE, "image": "1.png"}, TEXT]}
+    question = {"role": "user", "content": [{**IMAGE, "image": "0.png"}, TEXT]}
+    path = write_chats(tmp_path, [*chats(), {"messages": [question, answer, question, answer]}])
+    start, end = TEMPLATE.index("{% if message['content']"), TEMPLATE.index("<|im_end|>\n")
+    said = TEMPLATE[start:end] + "<|im_end|>"
+    by_role = (
+        "{% if message['role'] == 'assistant' %}{% generation %}"
+        f"{said}{{% endgeneration %}}{{% else %}}{said}{{% endif %}}{{{{ '\\n' }}}}"
+    )
+    marked = TEMPLATE.replace(f"{said}\n", by_role)
+    expected, found = read(model, path), read(model, path, marked)
+    assert (found.tokens == expected.tokens).all()
+    assert (found.learned == expected.learned).all()
+    assert not found.learned[found.tokens == PAD].any()
+    assert len(found.images.placed) == 8  # type: ignore[union-attr]
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr", "paddleocr_vl"]
@@ -275,8 +298,8 @@ def test_a_text_with_the_token_of_images_is_refused(
 def test_an_image_that_changes_after_the_start_is_refused(model: Path, tmp_path: Path) -> None:
     write_chats(tmp_path)
     reader = ImageReader(model)
-    number, grid = reader.add(ImageFile(tmp_path / "0.png"))
-    assert reader.inputs(number)["image_grid_thw"].prod() == 4 * grid.tokens
+    number, image = reader.add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
+    assert reader.inputs(number)["image_grid_thw"].prod() == 4 * image.grid.tokens
     PIL_Image.new("RGB", (24, 24)).save(tmp_path / "0.png")
     with pytest.raises(CorruptCheckpoint, match="another size at the start of the run"):
         reader.inputs(number)
@@ -300,14 +323,14 @@ def test_a_model_of_another_kind_is_refused_with_those_that_are_trained(
     with pytest.raises(
         NotExpressible, match=r"images of 'gemma3'; expected one of qwen2_vl, .*llava"
     ):
-        reader.add(ImageFile(tmp_path / "0.png"))
+        reader.add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
 
 
 def test_a_missing_image_processor_is_named(model: Path, tmp_path: Path) -> None:
     write_chats(tmp_path)
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     with pytest.raises(UsageError, match="its image processor can't be made"):
-        ImageReader(tmp_path).add(ImageFile(tmp_path / "0.png"))
+        ImageReader(tmp_path).add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
 
 
 def test_a_config_without_the_token_of_images_is_named(model: Path, tmp_path: Path) -> None:

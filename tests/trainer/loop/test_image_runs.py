@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.loop.launches import launch, metrics, train
 from tests.trainer.multimodal import MODELS, chats, create, token, write_chats
 
@@ -20,6 +22,7 @@ pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
 
 LR = 0.1
+WORD = "<|image_pad|>"
 STEP = (
     f"--train-iters 1 --global-batch-size 1 --seq-length 288 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 "
     f"--lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --metrics-file metrics.jsonl "
@@ -39,7 +42,7 @@ class Example:
     labels: torch.Tensor
 
 
-def examples(directory: Path) -> Iterator[Example]:
+def examples(kind: str, directory: Path) -> Iterator[Example]:
     """The chats by transformers' own template, tokenizer and image processor."""
     import transformers
     from PIL import Image
@@ -51,18 +54,18 @@ def examples(directory: Path) -> Iterator[Example]:
         arguments: dict[str, Any] = {}
         if names:
             images = [Image.open(directory / "data" / name) for name in names]
-            arguments = dict(processor(images=images, return_tensors="pt"))
-        parts = text.split("<|image_pad|>")
-        text = parts[0]
-        for number, part in enumerate(parts[1:]):
-            text += "<|image_pad|>" * _tokens(arguments, number) + part
+            given = arguments_of(kind, transformers)
+            arguments = dict(processor(images=images, return_tensors="pt", **given))
+            first, *others = text.split(WORD)
+            written = texts_of(kind, transformers, arguments, WORD)
+            text = first + "".join(map("".join, zip(written, others, strict=True)))
         start = text.index("assistant\n") + len("assistant\n")
         end = text.index("<|im_end|>", start) + len("<|im_end|>")
         made = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
         ids = torch.tensor(made["input_ids"])
         learned = torch.tensor([start <= first < end for first, _ in made["offset_mapping"]])
         arguments["input_ids"] = ids[None]
-        arguments["mm_token_type_ids"] = (ids[None] == token("<|image_pad|>")).int()
+        arguments["mm_token_type_ids"] = (ids[None] == token(WORD)).int()
         yield Example(arguments, ids.masked_fill(~learned, -100)[1:])
 
 
@@ -77,24 +80,18 @@ def _plain(messages: list[Any]) -> list[Any]:
     return [{**asked, "content": content}, answer]
 
 
-def _tokens(arguments: dict[str, Any], number: int) -> int:
-    grids = arguments.get("image_grid_thw")
-    return 16 if grids is None else int(grids[number].prod()) // 4
-
-
-def step_of_transformers(directory: Path) -> tuple[float, Any]:
+def step_of_transformers(kind: str, directory: Path) -> tuple[float, Any]:
     """(loss, the model after one step)."""
     import transformers
 
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         directory / "hf", dtype=torch.float32
     )
-    takes_types = model.config.model_type != "llava"
+    known = signature(model.forward).parameters
     total, count = torch.zeros(()), 0
-    for example in examples(directory):
-        if not takes_types:
-            del example.arguments["mm_token_type_ids"]
-        logits = model(**example.arguments).logits[0, :-1]
+    for example in examples(kind, directory):
+        taken = {name: value for name, value in example.arguments.items() if name in known}
+        logits = model(**taken).logits[0, :-1]
         total = total + torch.nn.functional.cross_entropy(logits, example.labels, reduction="sum")
         count += int((example.labels != -100).sum())
     loss = total / count
@@ -132,7 +129,7 @@ def assert_equals(directory: Path, model: Any) -> None:
 def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     """In packed rows, with several images in a chat, and with a chat without an image."""
     make(kind, tmp_path)
-    expected, model = step_of_transformers(tmp_path)
+    expected, model = step_of_transformers(kind, tmp_path)
     running = train(tmp_path, 1, f"finetune --load hf --finetune-data data/chats.jsonl {STEP}")
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
     assert "reads the images" in running.log(0)
@@ -148,10 +145,11 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         "--context-parallel-size 2",
     ],
 )
-def test_a_step_is_the_same_in_every_layout(layout: str, tmp_path: Path) -> None:
-    """The encoder's further vectors are added on the ranks of the first layers."""
-    make("qwen3_vl", tmp_path)
-    expected, model = step_of_transformers(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:
+    """The further vectors of Qwen3-VL's encoder are added on the ranks of the first layers."""
+    make(kind, tmp_path)
+    expected, model = step_of_transformers(kind, tmp_path)
     train(tmp_path, 2, f"finetune --load hf --finetune-data data/chats.jsonl {layout} {STEP}")
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
     assert_equals(tmp_path, model)
@@ -182,8 +180,11 @@ def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
     assert "the encoder of hf reads the images" in log
 
 
-def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(tmp_path: Path) -> None:
-    make("qwen3_vl", tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
+    kind: str, tmp_path: Path
+) -> None:
+    make(kind, tmp_path)
     log = train(
         tmp_path,
         1,
@@ -259,7 +260,7 @@ def test_an_encoder_of_a_model_of_another_size_is_refused(tmp_path: Path) -> Non
 def test_a_config_of_an_older_transformers_is_read(tmp_path: Path) -> None:
     """The files of Qwen2-VL on the Hub have the language model's settings at the top, and rope_scaling."""
     make("qwen2_vl", tmp_path)
-    expected, _ = step_of_transformers(tmp_path)
+    expected, _ = step_of_transformers("qwen2_vl", tmp_path)
     path = tmp_path / "hf" / "config.json"
     config = json.loads(path.read_text())
     text = config.pop("text_config")

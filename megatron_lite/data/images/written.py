@@ -1,0 +1,76 @@
+"""The text of an image in a chat, as transformers' processors of text and images write it.
+
+| model | text |
+|---|---|
+| Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
+| InternVL | `<img>`, the same for all tiles of the image, `</img>` |
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+Config = Mapping[str, Any]
+"""A multimodal model's config.json."""
+Processed = Mapping[str, Any]
+"""The output of transformers' image processor for one image, as arrays."""
+
+
+class Grid(NamedTuple):
+    """The tokens of an image for which its encoder gives vectors, in rows and columns.
+
+    An image without rows has (1, 1, tokens).
+    """
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        return self.frames * self.rows * self.columns
+
+
+class Written(NamedTuple):
+    """An image in a text."""
+
+    text: str
+    """Replaces what the chat template writes."""
+    grid: Grid
+
+
+def _run(grid: Grid, word: str) -> Written:
+    """Return an image that is nothing but its tokens. word: the text of the token."""
+    return Written(word * grid.tokens, grid)
+
+
+def _counted(text: str, word: str) -> Written:
+    """Return an image whose tokens stand among others. word: the text of the token."""
+    return Written(text, Grid(1, 1, text.count(word)))
+
+
+def write_merged(config: Config, processed: Processed, word: str) -> Written:
+    """Return the patches that are left after neighbours were merged."""
+    merge = config["vision_config"].get("spatial_merge_size", 2)
+    frames, rows, columns = (int(size) for size in processed["image_grid_thw"][0])
+    return _run(Grid(frames, rows // merge, columns // merge), word)
+
+
+def write_square(config: Config, processed: Processed, word: str) -> Written:
+    """Return the patches of an image of the one size that the encoder takes. `full` adds the token of the class."""
+    side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+    is_full = config.get("vision_feature_select_strategy", "default") == "full"
+    return _run(Grid(1, 1, side * side + is_full), word)
+
+
+def write_tiles(config: Config, processed: Processed, word: str) -> Written:
+    """Return the tiles of an image, the last of which is the whole image in small."""
+    vision = config["vision_config"]
+    side = _first(vision.get("image_size", 448)) // _first(vision.get("patch_size", 14))
+    of_tile = int(side * config.get("downsample_ratio", 0.5)) ** 2
+    tokens = of_tile * len(processed["pixel_values"])
+    return _counted(f"<img>{word * tokens}</img>", word)
+
+
+def _first(size: Any) -> int:
+    """Return a side of a square, which may be given by both sides."""
+    return int(size[0] if isinstance(size, list) else size)
