@@ -17,6 +17,7 @@ from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
 from megatron_lite.data.chinese_tokenizer import ChineseTokenizer
 from megatron_lite.data.packages import package
+from megatron_lite.data.processor_template import NAME, processor_template
 
 SENTENCEPIECE_TYPES = ("Llama2Tokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 LOWER_CASE = "BertWordPieceLowerCase"
@@ -32,7 +33,7 @@ TYPES = (
 
 FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json",
+    "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", NAME,
 )  # fmt: skip
 """Tokenizer files that transformers reads into memory as a whole."""
 END_OF_TEXT = "<|endoftext|>"
@@ -226,6 +227,8 @@ class HuggingFaceTokenizer:
                 f"{place}: transformers can't read a tokenizer there: {reason}"
             ) from error
         one = self.inner
+        if not one.chat_template:
+            one.chat_template = processor_template(directory)
         self.vocab_size = len(one)
         self.eod = one.sep_token_id if one.eos_token_id is None else one.eos_token_id
         self.bos = one.cls_token_id if one.bos_token_id is None else one.bos_token_id

@@ -54,7 +54,7 @@ class ImageEncoder:
         model.language_model = None
         _require_all(model, found["missing_keys"], directory)
         self._model = model.to(device).requires_grad_(False).eval()
-        self._device = device
+        self._device, self._dtype = device, dtype
 
     @property
     def parameters(self) -> int:
@@ -86,8 +86,9 @@ class ImageEncoder:
 
     def _joined(self, images: Sequence[Inputs], name: str) -> Tensor:
         """Return an argument of all images."""
-        joined = np.concatenate([image[name] for image in images])
-        return moved(torch.from_numpy(joined), self._device)
+        joined = torch.from_numpy(np.concatenate([image[name] for image in images]))
+        dtype = self._dtype if joined.is_floating_point() else joined.dtype
+        return moved(joined.to(dtype), self._device)
 
 
 def _shapes(image: Inputs) -> list[tuple[int, ...]]:

@@ -1,7 +1,13 @@
 """transformers' image processors for small models, and the text of an image as its processors of text and images write it."""
 
+import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest.mock import patch
+
+PIXTRAL = {"llava_pixtral": 1, "mistral3": 2}
+"""Models with the encoder of Pixtral -> number of patches on a side that are merged."""
 
 
 def image_processor(kind: str, transformers: Any) -> Any:
@@ -12,6 +18,8 @@ def image_processor(kind: str, transformers: Any) -> Any:
     if kind == "internvl":
         side = {"height": 16, "width": 16}
         return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4)
+    if kind in PIXTRAL:
+        return transformers.PixtralImageProcessorPil(size={"longest_edge": 20 * PIXTRAL[kind]})
     if kind == "paddleocr_vl":
         return transformers.PaddleOCRVLImageProcessorPil(
             patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096
@@ -27,6 +35,8 @@ def arguments_of(kind: str, transformers: Any) -> Mapping[str, Any]:
     found: Mapping[str, Any] = {}
     if kind == "internvl":
         found = transformers.InternVLProcessor.images_kwargs
+    if kind in PIXTRAL:
+        found = {"patch_size": 4 * PIXTRAL[kind]}
     return found
 
 
@@ -38,6 +48,15 @@ def texts_of(
         words = {"image_token": word, "start_image_token": "<img>", "end_image_token": "</img>"}
         processor = _without_parts(transformers.InternVLProcessor, image_seq_length=4, **words)
         return _written(processor, processed, len(processed["num_patches"]))
+    if kind in PIXTRAL:
+        words = {
+            "image_token": word,
+            "image_break_token": "[IMG_BREAK]",
+            "image_end_token": "[IMG_END]",
+        }
+        sizes = {"patch_size": 4, "spatial_merge_size": PIXTRAL[kind]}
+        processor = _without_parts(_processor_of_pixtral(), **words, **sizes)
+        return _written(processor, processed, len(processed["image_sizes"]))
     grids = processed.get("image_grid_thw")
     if grids is None:
         return [word * 16 for _ in processed["pixel_values"]]
@@ -49,6 +68,15 @@ def _without_parts(processor: Any, **fields: Any) -> Any:
     made = object.__new__(processor)
     vars(made).update(fields)
     return made
+
+
+def _processor_of_pixtral() -> Any:
+    """transformers' class. Its file imports another that needs torchvision, for a function that is not called here."""
+    room = "transformers.models.pixtral"
+    needs_torchvision = f"{room}.image_processing_pixtral"
+    without = importlib.import_module(f"{room}.image_processing_pil_pixtral")
+    with patch.dict(sys.modules, {needs_torchvision: without}):
+        return importlib.import_module(f"{room}.processing_pixtral").PixtralProcessor
 
 
 def _written(processor: Any, processed: Mapping[str, Any], count: int) -> Sequence[str]:

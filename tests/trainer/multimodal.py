@@ -11,7 +11,7 @@ from tests.trainer.image_texts import image_processor
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-    "<img>", "</img>",
+    "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]",
 )  # fmt: skip
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
@@ -239,6 +239,23 @@ def _internvl(transformers: Any) -> tuple[Any, Any]:
     }
 
 
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "patch_size": 4, "image_size": 64, "head_dim": 8,
+}  # fmt: skip
+
+
+def _llava_pixtral(transformers: Any) -> tuple[Any, Any]:
+    fields = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    text = {**TEXT, "model_type": "mistral", "sliding_window": None}
+    return transformers.LlavaConfig, {**fields, "text_config": text, "vision_config": _PIXTRAL}
+
+
+def _mistral3(transformers: Any) -> tuple[Any, Any]:
+    text = {**TEXT, "model_type": "mistral", "sliding_window": None}
+    return transformers.Mistral3Config, {"text_config": text, "vision_config": _PIXTRAL}
+
+
 def _rotating(sections: list[int]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     return {**TEXT, "rope_parameters": rope}
@@ -258,8 +275,10 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "exaone4_5": _exaone4_5,
     "llava": _llava,
     "internvl": _internvl,
+    "llava_pixtral": _llava_pixtral,
+    "mistral3": _mistral3,
 }
-WITHOUT_VIDEOS = ("llava", "internvl")
+WITHOUT_VIDEOS = ("llava", "internvl", "llava_pixtral", "mistral3")
 """Models whose configuration has no token for videos."""
 
 

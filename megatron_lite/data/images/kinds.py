@@ -9,7 +9,9 @@ from megatron_lite.data.images.written import (
     Config,
     Processed,
     Written,
+    pixtral_patch,
     write_merged,
+    write_rows,
     write_square,
     write_tiles,
 )
@@ -37,6 +39,8 @@ class ImageKind:
     """None if the tokens of images have positions as those of a text."""
     arguments: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     """Returns the arguments of the image processor that transformers' processor of text and images gives it."""
+    encoder: str | None = None
+    """The model_type of the encoder, if models of the same type have several encoders."""
 
     def token_of(self, config: Config) -> int:
         """Return the token that stands for each part of an image. Raises CorruptCheckpoint."""
@@ -50,6 +54,10 @@ class ImageKind:
 
 def _in_tiles(config: Config) -> Mapping[str, Any]:
     return {"crop_to_patches": True}
+
+
+def _of_patches(config: Config) -> Mapping[str, Any]:
+    return {"patch_size": pixtral_patch(config)}
 
 
 KINDS: Sequence[ImageKind] = (
@@ -78,8 +86,18 @@ KINDS: Sequence[ImageKind] = (
         Axes((8, 12, 12), interleaved=False),
     ),
     ImageKind(("exaone4_5",), ("image_token_id",), write_merged),
+    ImageKind(
+        ("llava",),
+        ("image_token_id", "image_token_index"),
+        write_rows,
+        arguments=_of_patches,
+        encoder="pixtral",
+    ),
     ImageKind(("llava",), ("image_token_id", "image_token_index"), write_square),
     ImageKind(("internvl",), ("image_token_id",), write_tiles, arguments=_in_tiles),
+    ImageKind(
+        ("mistral3",), ("image_token_id", "image_token_index"), write_rows, arguments=_of_patches
+    ),
 )
 
 
@@ -92,4 +110,12 @@ def text_of(config: Config) -> Config:
 def kind_of(config: Config) -> ImageKind | None:
     """Return the kind of a multimodal model; None if a run can't train on its images."""
     model_type = config.get("model_type")
-    return next((kind for kind in KINDS if model_type in kind.model_types), None)
+    encoder = config.get("vision_config", {}).get("model_type")
+    return next(
+        (
+            kind
+            for kind in KINDS
+            if model_type in kind.model_types and kind.encoder in (None, encoder)
+        ),
+        None,
+    )

@@ -45,7 +45,7 @@ class ImageReader:
     def require_kind(self) -> ImageKind:
         """Return the kind of the model. Raises NotExpressible for a model whose images a run can't train on."""
         if self.kind is None:
-            known = ", ".join(name for kind in KINDS for name in kind.model_types)
+            known = ", ".join({name: None for kind in KINDS for name in kind.model_types})
             raise NotExpressible(
                 f"{self.directory}: a run can't train on images of {self.config.get('model_type')!r}; expected one of {known}"
             )

@@ -4,6 +4,7 @@
 |---|---|
 | Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
 | InternVL | `<img>`, the same for all tiles of the image, `</img>` |
+| Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
 
 from collections.abc import Mapping
@@ -69,6 +70,21 @@ def write_tiles(config: Config, processed: Processed, word: str) -> Written:
     of_tile = int(side * config.get("downsample_ratio", 0.5)) ** 2
     tokens = of_tile * len(processed["pixel_values"])
     return _counted(f"<img>{word * tokens}</img>", word)
+
+
+def write_rows(config: Config, processed: Processed, word: str) -> Written:
+    """Return the patches of an image with a token at the end of each row."""
+    height, width = (int(size) for size in processed["image_sizes"][0])
+    side = pixtral_patch(config)
+    rows = [word * (width // side)] * (height // side)
+    return _counted("[IMG_BREAK]".join(rows) + "[IMG_END]", word)
+
+
+def pixtral_patch(config: Config) -> int:
+    """Return the side of a square that becomes a token, in pixels: a patch of the encoder, or several that are merged."""
+    merge: int = config.get("spatial_merge_size", 1)
+    patch: int = config["vision_config"].get("patch_size", 16)
+    return patch * merge
 
 
 def _first(size: Any) -> int:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,7 @@ def test_a_config_without_the_token_of_images_is_named(model: Path, tmp_path: Pa
 
 
 def test_each_kind_has_a_name_of_its_own() -> None:
-    names = [name for kind in KINDS for name in kind.model_types]
+    names = [(name, kind.encoder) for kind in KINDS for name in kind.model_types]
     assert len(names) == len(set(names))
 
 
@@ -360,6 +361,21 @@ def test_a_template_that_reads_parts_alone_gets_parts() -> None:
     ]
     for other in (TEMPLATE, "{{ messages[0]['content'] }}", "{{ raise_exception('no') }}"):
         assert with_parts(messages, other) == messages
+
+
+def test_a_template_of_the_processor_is_read(model: Path, tmp_path: Path) -> None:
+    """The files of Mistral Small 3.1 have no other."""
+    shutil.copytree(model, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    path = write_chats(tmp_path / "data")
+    with pytest.raises(UsageError, match="has no chat template"):
+        read(tmp_path / "model", path)
+    template = tmp_path / "model" / "chat_template.json"
+    template.write_text(json.dumps({"chat_template": TEMPLATE}))
+    assert (read(tmp_path / "model", path).tokens == read(model, path).tokens).all()
+    template.write_text("{")
+    with pytest.raises(CorruptCheckpoint, match=r"chat_template.json"):
+        read(tmp_path / "model", path)
 
 
 def test_the_chats_of_these_tests_have_all_their_images() -> None:

@@ -180,7 +180,7 @@ def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
     assert "the encoder of hf reads the images" in log
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "mistral3"])
 def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
     kind: str, tmp_path: Path
 ) -> None:
