@@ -37,6 +37,11 @@ class Microbatch:
     """int64 [batch, sequence, rotated / 2]: the position by which each pair of elements rotates; None: `positions`."""
     pictures: Pictures | None = None
     """The images in a decoder's sequences; None: there are none."""
+    joint: Tensor | None = None
+    """int64 [batch, sequence]: tokens with the same number attend to each other in both directions (Gemma 3's images).
+
+    -1: causal attention alone. None: causal attention of all tokens.
+    """
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents in each row, which don't attend to each other; None: one document per row."""
     source: Tensor | None = None

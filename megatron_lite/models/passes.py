@@ -127,6 +127,8 @@ class Pass:
     """cos and sin for layers with a window if these have another base; None if not."""
     pictures: PlacedPictures | None = None
     """None without images."""
+    joint: Tensor | None = None
+    """Of whole rows; see Microbatch."""
     packed: Packed | None = None
     """The documents of whole rows; None: each row is one document."""
     context: ContextGroup | None = None
@@ -248,6 +250,7 @@ class Passes:
             rotary=places.rotary,
             local_rotary=places.local_rotary,
             pictures=None if pictures is None else pictures.own(self._own),
+            joint=batch.joint,
             packed=packed,
             context=self._context,
             share=share,

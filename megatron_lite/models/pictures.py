@@ -11,6 +11,17 @@ from megatron_lite.models.moving import moved
 from megatron_lite.parallel.tensor import TensorGroup
 
 
+def joint_of(places: Tensor) -> Tensor:
+    """Return int64 [batch, sequence]: the number of each image's tokens in their row, -1 for other tokens.
+
+    places: bool [batch, sequence], the tokens of images. Other tokens are between two images.
+    """
+    before = places.roll(1, 1)
+    before[:, 0] = False
+    numbers = (places & ~before).cumsum(1) - 1
+    return numbers.masked_fill(~places, -1)
+
+
 class Pictures(NamedTuple):
     """The images of a microbatch, as an encoder gives them. Its output is not differentiated."""
 

@@ -1,4 +1,4 @@
-"""Attention for scores that no kernel computes: capped scores, ALiBi, chunks of the sequence, and selected keys.
+"""Attention for scores that no kernel computes: capped scores, ALiBi, chunks of the sequence, selected keys, joint tokens.
 
     weights = softmax(cap * tanh(scale * q k' / cap))          over the keys that a query attends to
 
@@ -61,6 +61,8 @@ class Visibility:
     """int64 [batch, queries] and [batch, keys]: the number of each token's document. None: each row is one document."""
     in_order: bool
     """True if query i and key i have position i."""
+    joint: tuple[Tensor, Tensor] | None = None
+    """int64 [batch, queries] and [batch, keys]: see Microbatch.joint. None: causal attention of all tokens."""
     _slopes: dict[tuple[tuple[float, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
     def slopes(self, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
@@ -74,6 +76,7 @@ class Visibility:
 
     def own_part(self, ranks: TensorGroup) -> "Visibility":
         """Return the visibility of this tensor rank's queries."""
+        assert self.joint is None, "no family has an indexer and joint tokens"
         queries = ranks.own_part(self.queries.t()).t()
         documents = self.documents
         if documents is not None:
@@ -82,7 +85,7 @@ class Visibility:
 
     def reach(self, part: slice, window: int | None, chunk: int | None) -> slice:
         """Return the keys among which are all that these queries attend to."""
-        if not self.in_order:
+        if not self.in_order or self.joint is not None:
             return slice(0, self.keys.shape[1])
         first = 0 if window is None else max(0, part.start - window + 1)
         if chunk is not None:
@@ -93,13 +96,28 @@ class Visibility:
         """Return bool [batch or 1, queries of the part, keys]: True where a query attends to a key."""
         queries = self.queries[:, part].unsqueeze(2)
         places = self.keys[:, keys].unsqueeze(1)
-        seen = visible(queries - places, window)
+        back = queries - places
+        seen = visible(back, window)
+        if self.joint is not None:
+            together = self._joint(part, keys)
+            seen = seen | (together if window is None else together & (back < window))
         if chunk is not None:
             seen = seen & (queries // chunk == places // chunk)
         if self.documents is None:
             return seen
-        of_queries, of_keys = self.documents
-        return seen & (of_queries[:, part].unsqueeze(2) == of_keys[:, keys].unsqueeze(1))
+        return seen & _equal(self.documents, part, keys)
+
+    def _joint(self, part: slice, keys: slice) -> Tensor:
+        """Return bool [batch, queries of the part, keys]: True for tokens with the same number."""
+        assert self.joint is not None
+        is_joint = self.joint[0][:, part] >= 0
+        return _equal(self.joint, part, keys) & is_joint.unsqueeze(2)
+
+
+def _equal(numbers: tuple[Tensor, Tensor], part: slice, keys: slice) -> Tensor:
+    """Return bool [batch, queries of the part, keys]: True for equal numbers. numbers: of all queries and of all keys."""
+    of_queries, of_keys = numbers
+    return of_queries[:, part].unsqueeze(2) == of_keys[:, keys].unsqueeze(1)
 
 
 def visibility(run: Pass, keys: int) -> Visibility:
@@ -117,12 +135,15 @@ def _visibility(run: Pass, keys: int) -> Visibility:
         return Visibility(queries, places, None, in_order=False)
     context = run.context
     places = queries if context is None else context.whole(run.positions, 0).t()
-    documents = None
-    if run.packed is not None:
-        of_keys = run.packed.numbers
-        of_queries = of_keys if context is None else context.own_part(of_keys, 1)
-        documents = of_queries, of_keys
-    return Visibility(queries, places, documents, in_order=run.in_order and context is None)
+
+    def both(of_keys: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Return numbers of this rank's queries and of all keys."""
+        if of_keys is None:
+            return None
+        return of_keys if context is None else context.own_part(of_keys, 1), of_keys
+
+    in_order = run.in_order and context is None
+    return Visibility(queries, places, both(run.documents), in_order, joint=both(run.joint))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # masks are made once for many layers

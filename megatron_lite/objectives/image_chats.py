@@ -19,7 +19,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.moving import moved
-from megatron_lite.models.pictures import Pictures
+from megatron_lite.models.pictures import Pictures, joint_of
 from megatron_lite.models.trainable import rotated_width
 from megatron_lite.objectives.examples import ExampleData, read_examples_of
 from megatron_lite.objectives.feeder import Feeder
@@ -81,17 +81,22 @@ class ImageFeeder(Feeder):
 
     def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
         """Return a microbatch with its images and with the positions of their tokens."""
+        places = made.tokens == self.reader.token
+        joint = None
+        if self.reader.is_joint and (arrays["images"] != NO_IMAGE).any():
+            joint = joint_of(places)
         pairs = None
         if self.axes_of_pairs is not None:
             pairs = moved(arrays["axes"], self.device)[..., self.axes_of_pairs]
-        return replace(made, pair_positions=pairs, pictures=self._pictures(made, arrays["images"]))
+        pictures = self._pictures(places, arrays["images"])
+        return replace(made, pair_positions=pairs, pictures=pictures, joint=joint)
 
-    def _pictures(self, made: Microbatch, images: Tensor) -> Pictures | None:
+    def _pictures(self, places: Tensor, images: Tensor) -> Pictures | None:
         numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
         if self.encoder is None or not numbers:
             return None
         features = self.encoder.encode([self.reader.inputs(number) for number in numbers])
-        return Pictures(made.tokens == self.reader.token, *features)
+        return Pictures(places, *features)
 
 
 def multimodal_model(settings: Settings) -> Path | None:

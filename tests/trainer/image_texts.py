@@ -9,6 +9,11 @@ from unittest.mock import patch
 PIXTRAL = {"llava_pixtral": 1, "mistral3": 2}
 """Models with the encoder of Pixtral -> number of patches on a side that are merged."""
 
+WITH_PROCESSOR: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {"name": "Gemma3Processor", "fields": {"image_seq_length": 16}},
+}
+"""Models whose processor of text and images needs no torchvision: its class, and its fields."""
+
 
 def image_processor(kind: str, transformers: Any) -> Any:
     """The image processor of a small model."""
@@ -18,6 +23,9 @@ def image_processor(kind: str, transformers: Any) -> Any:
     if kind == "internvl":
         side = {"height": 16, "width": 16}
         return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4)
+    if kind == "gemma3":
+        side = {"height": 16, "width": 16}
+        return transformers.Gemma3ImageProcessorPil(size=side)
     if kind in PIXTRAL:
         return transformers.PixtralImageProcessorPil(size={"longest_edge": 20 * PIXTRAL[kind]})
     if kind == "paddleocr_vl":
@@ -35,6 +43,8 @@ def arguments_of(kind: str, transformers: Any) -> Mapping[str, Any]:
     found: Mapping[str, Any] = {}
     if kind == "internvl":
         found = transformers.InternVLProcessor.images_kwargs
+    if kind == "gemma3":
+        found = transformers.Gemma3Processor.images_kwargs
     if kind in PIXTRAL:
         found = {"patch_size": 4 * PIXTRAL[kind]}
     return found
@@ -57,10 +67,23 @@ def texts_of(
         sizes = {"patch_size": 4, "spatial_merge_size": PIXTRAL[kind]}
         processor = _without_parts(_processor_of_pixtral(), **words, **sizes)
         return _written(processor, processed, len(processed["image_sizes"]))
+    if kind == "gemma3":
+        sequence = f"\n\n<start_of_image>{word * 16}<end_of_image>\n\n"
+        processor = _without_parts(transformers.Gemma3Processor, full_image_sequence=sequence)
+        return _written(processor, processed, len(processed["num_crops"]))
     grids = processed.get("image_grid_thw")
     if grids is None:
         return [word * 16 for _ in processed["pixel_values"]]
     return [word * (int(grid.prod()) // 4) for grid in grids]
+
+
+def processor(kind: str, tokenizer: Any, transformers: Any) -> Any:
+    """transformers' processor of text and images."""
+    images = image_processor(kind, transformers)
+    made = WITH_PROCESSOR[kind]
+    name, fields = made["name"], made["fields"]
+    template = tokenizer.chat_template
+    return getattr(transformers, name)(images, tokenizer, chat_template=template, **fields)
 
 
 def _without_parts(processor: Any, **fields: Any) -> Any:

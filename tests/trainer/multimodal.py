@@ -9,10 +9,15 @@ import numpy as np
 
 from tests.trainer.image_texts import image_processor
 
+START = "<start_of_image>"
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-    "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]",
+    "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>",
 )  # fmt: skip
+NAMED = {
+    "image_token": "<|image_pad|>", "boi_token": START, "eoi_token": "<end_of_image>",
+}  # fmt: skip
+"""Tokens that transformers' processors of text and images find by name."""
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
 {% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}\
@@ -80,7 +85,7 @@ def write_chats(directory: Path, records: Sequence[Any] | None = None) -> Path:
     return path
 
 
-def tokenizer() -> Any:
+def tokenizer(kind: str = "") -> Any:
     """A tokenizer of bytes with the special tokens and the template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -90,12 +95,18 @@ def tokenizer() -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(list(SPECIAL))
+    if kind in PLACEHOLDERS:  # Gemma's tokenizers have a token for each number of line breaks
+        inner.add_tokens(["\n\n", "\n\n\n"])
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
+        extra_special_tokens=NAMED,
     )
     made.chat_template = TEMPLATE
+    if kind in PLACEHOLDERS:
+        written = "<|vision_start|><|image_pad|><|vision_end|>"
+        made.chat_template = TEMPLATE.replace(written, PLACEHOLDERS[kind])
     return made
 
 
@@ -256,6 +267,20 @@ def _mistral3(transformers: Any) -> tuple[Any, Any]:
     return transformers.Mistral3Config, {"text_config": text, "vision_config": _PIXTRAL}
 
 
+def _gemma3(transformers: Any) -> tuple[Any, Any]:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 2,
+    }  # fmt: skip
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {**TEXT, "sliding_window": 9, "layer_types": layers, "query_pre_attn_scalar": 8}
+    fields = {
+        "mm_tokens_per_image": 16,
+        "boi_token_index": token(START),
+        "eoi_token_index": token("<end_of_image>"),
+    }
+    return transformers.Gemma3Config, {**fields, "text_config": text, "vision_config": vision}
+
+
 def _rotating(sections: list[int]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     return {**TEXT, "rope_parameters": rope}
@@ -277,8 +302,11 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "internvl": _internvl,
     "llava_pixtral": _llava_pixtral,
     "mistral3": _mistral3,
+    "gemma3": _gemma3,
 }
-WITHOUT_VIDEOS = ("llava", "internvl", "llava_pixtral", "mistral3")
+PLACEHOLDERS = {"gemma3": START}
+"""Models whose template writes another token for an image than the one that its encoder's vectors replace."""
+WITHOUT_VIDEOS = ("llava", "internvl", "llava_pixtral", "mistral3", "gemma3")
 """Models whose configuration has no token for videos."""
 
 
@@ -302,5 +330,5 @@ def create(kind: str, directory: Path) -> None:
                 parameter.fill_(1.0)
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory)
-    tokenizer().save_pretrained(directory)
+    tokenizer(kind).save_pretrained(directory)
     image_processor(kind, transformers).save_pretrained(directory)

@@ -191,11 +191,11 @@ class _Encoder:
 
     def _encode_images(self, chat: Chat, reader: ImageReader, directory: Path) -> Illustrated:
         """Encode a chat that has images."""
-        reader.require_kind()
+        kind = reader.require_kind()
         template = self._chat_template()
         word = template.word(reader.token)
         images = [reader.add(read_image(given, directory), word) for given in chat.images]
-        texts = ImageTexts(word, [image.text for _, image in images])
+        texts = ImageTexts(kind.placeholder or word, [image.text for _, image in images])
         return with_places(template.encode(chat, texts), images, reader.token)
 
     def _encode_pair(self, record: Record) -> list[Encoded]:

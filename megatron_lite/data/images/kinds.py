@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.images.written import (
+    START,
     Config,
     Processed,
     Written,
     pixtral_patch,
+    write_apart,
     write_merged,
     write_rows,
     write_square,
@@ -39,6 +41,10 @@ class ImageKind:
     """None if the tokens of images have positions as those of a text."""
     arguments: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     """Returns the arguments of the image processor that transformers' processor of text and images gives it."""
+    placeholder: str | None = None
+    """The text of the token that the chat template writes for an image; None if it is the image's own token."""
+    is_joint: bool = False
+    """True if the tokens of an image attend to each other in both directions."""
     encoder: str | None = None
     """The model_type of the encoder, if models of the same type have several encoders."""
 
@@ -58,6 +64,10 @@ def _in_tiles(config: Config) -> Mapping[str, Any]:
 
 def _of_patches(config: Config) -> Mapping[str, Any]:
     return {"patch_size": pixtral_patch(config)}
+
+
+def _of_gemma(config: Config) -> Mapping[str, Any]:
+    return {"do_pan_and_scan": False}
 
 
 KINDS: Sequence[ImageKind] = (
@@ -97,6 +107,14 @@ KINDS: Sequence[ImageKind] = (
     ImageKind(("internvl",), ("image_token_id",), write_tiles, arguments=_in_tiles),
     ImageKind(
         ("mistral3",), ("image_token_id", "image_token_index"), write_rows, arguments=_of_patches
+    ),
+    ImageKind(
+        ("gemma3",),
+        ("image_token_id", "image_token_index"),
+        write_apart,
+        arguments=_of_gemma,
+        placeholder=START,
+        is_joint=True,
     ),
 )
 

@@ -70,6 +70,11 @@ class ImageReader:
         return None if self.kind is None else self.kind.axes
 
     @property
+    def is_joint(self) -> bool:
+        """See ImageKind."""
+        return self.kind is not None and self.kind.is_joint
+
+    @property
     def width(self) -> int | None:
         """The hidden size of its language model; None if config.json doesn't state it, which then has the default of its class."""
         width: int | None = text_of(self.config).get("hidden_size")

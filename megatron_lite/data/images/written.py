@@ -4,6 +4,7 @@
 |---|---|
 | Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
 | InternVL | `<img>`, the same for all tiles of the image, `</img>` |
+| Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
 
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
 """A multimodal model's config.json."""
+START = "<start_of_image>"
+"""Gemma's token before an image."""
 Processed = Mapping[str, Any]
 """The output of transformers' image processor for one image, as arrays."""
 
@@ -78,6 +81,12 @@ def write_rows(config: Config, processed: Processed, word: str) -> Written:
     side = pixtral_patch(config)
     rows = [word * (width // side)] * (height // side)
     return _counted("[IMG_BREAK]".join(rows) + "[IMG_END]", word)
+
+
+def write_apart(config: Config, processed: Processed, word: str) -> Written:
+    """Return an image with the same number of tokens as all others, between empty lines."""
+    tokens = word * config.get("mm_tokens_per_image", 256)
+    return _counted(f"\n\n{START}{tokens}<end_of_image>\n\n", word)
 
 
 def pixtral_patch(config: Config) -> int:

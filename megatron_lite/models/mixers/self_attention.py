@@ -172,10 +172,13 @@ class SelfAttention(nn.Module):
         )
 
     def _rules(self, k: Tensor, run: Pass) -> Rules | None:
-        """Return the rules of scores. A sequence within one chunk needs no rule of chunks."""
+        """Return the rules of scores. A sequence within one chunk needs no rule of chunks.
+
+        Joint tokens have no rule. But no kernel computes their mask.
+        """
         ranks = 1 if run.context is None else run.context.size
         chunk = self.chunk if self.chunk is not None and len(k) * ranks > self.chunk else None
-        usual = self.cap is None and chunk is None and self.slopes is None
+        usual = self.cap is None and chunk is None and self.slopes is None and run.joint is None
         return None if usual else Rules(self.cap, chunk, slopes=self.slopes)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

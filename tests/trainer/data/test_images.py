@@ -27,6 +27,7 @@ from megatron_lite.data.images.positions import axes_of_pairs, positions_of
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.images.written import Grid
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from tests.trainer.image_texts import WITH_PROCESSOR, processor
 from tests.trainer.multimodal import TEMPLATE, chats, create, token, write_chats
 
 PIL_Image = pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -210,6 +211,27 @@ def test_a_template_with_marks_around_answers_gives_the_same_tokens(
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("kind", WITH_PROCESSOR)
+def test_the_tokens_of_a_chat_are_those_of_the_processor(kind: str, tmp_path: Path) -> None:
+    """Line breaks around an image may form a token with those of the text."""
+    import transformers
+
+    create(kind, tmp_path / "model")
+    path = write_chats(tmp_path / "data")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    made = processor(kind, tokenizer, transformers)
+    texts = [{"type": "text", "text": text} for text in ("compare ", " and ")]
+    images = [{"type": "image", "path": str(tmp_path / "data" / f"{n}.png")} for n in (1, 2)]
+    asked = [texts[0], images[0], texts[1], images[1]]
+    answer = [{"type": "text", "text": "they differ"}]
+    conversation = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    expected = made.apply_chat_template(conversation, tokenize=True, return_dict=True)
+    examples = read(tmp_path / "model", path)
+    first, end = examples.bounds[1:3]
+    assert examples.tokens[first:end].tolist() == expected["input_ids"][0]
+
+
+@pytest.mark.oracle
 @pytest.mark.parametrize(
     "kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr", "paddleocr_vl"]
 )
@@ -319,10 +341,10 @@ def test_a_model_of_another_kind_is_refused_with_those_that_are_trained(
     config = json.loads((model / "config.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({**config, "model_type": "gemma3"}))
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "mllama"}))
     reader = ImageReader(other)
     with pytest.raises(
-        NotExpressible, match=r"images of 'gemma3'; expected one of qwen2_vl, .*llava"
+        NotExpressible, match=r"images of 'mllama'; expected one of qwen2_vl, .*llava"
     ):
         reader.add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
 

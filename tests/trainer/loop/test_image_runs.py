@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.loop.launches import launch, metrics, train
-from tests.trainer.multimodal import MODELS, chats, create, token, write_chats
+from tests.trainer.multimodal import MODELS, PLACEHOLDERS, chats, create, token, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
@@ -56,7 +56,7 @@ def examples(kind: str, directory: Path) -> Iterator[Example]:
             images = [Image.open(directory / "data" / name) for name in names]
             given = arguments_of(kind, transformers)
             arguments = dict(processor(images=images, return_tensors="pt", **given))
-            first, *others = text.split(WORD)
+            first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
             written = texts_of(kind, transformers, arguments, WORD)
             text = first + "".join(map("".join, zip(written, others, strict=True)))
         start = text.index("assistant\n") + len("assistant\n")
@@ -66,6 +66,7 @@ def examples(kind: str, directory: Path) -> Iterator[Example]:
         learned = torch.tensor([start <= first < end for first, _ in made["offset_mapping"]])
         arguments["input_ids"] = ids[None]
         arguments["mm_token_type_ids"] = (ids[None] == token(WORD)).int()
+        arguments["token_type_ids"] = arguments["mm_token_type_ids"]
         yield Example(arguments, ids.masked_fill(~learned, -100)[1:])
 
 
@@ -145,7 +146,7 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         "--context-parallel-size 2",
     ],
 )
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "gemma3"])
 def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:
     """The further vectors of Qwen3-VL's encoder are added on the ranks of the first layers."""
     make(kind, tmp_path)
@@ -180,7 +181,7 @@ def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
     assert "the encoder of hf reads the images" in log
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "mistral3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "mistral3", "gemma3"])
 def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
     kind: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from megatron_lite.models.pictures import joint_of
+from megatron_lite.models.scored_attention import Visibility
 from tests.trainer.parallel.small import FULL, SELECTIVE, Case
 from tests.trainer.parallel.test_layouts import compare
 from tests.trainer.parallel.worlds import World
@@ -33,3 +36,26 @@ def test_a_layout_trains_as_one_process_does(case: Case, world: World) -> None:
 @pytest.mark.parametrize("case", SLOW, ids=str)
 def test_more_layouts_train_as_one_process_does(case: Case, world: World) -> None:
     compare(replace(case, steps=4), world)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_joint_tokens_attend_to_each_other_in_their_document(window: int | None) -> None:
+    """The rule of transformers: causal or of the same image, and within the window, and of the same document."""
+    places = torch.tensor([[0, 1, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1]], dtype=torch.bool)
+    joint = joint_of(places)
+    assert joint.tolist() == [[-1, 0, 0, 0, 0, -1, 1, 1, -1, -1, 2, 2]]
+    documents = torch.tensor([[0] * 8 + [1] * 4])
+    positions = torch.tensor([[*range(8), *range(4)]])
+    seen = Visibility(
+        positions, positions, (documents, documents), in_order=False, joint=(joint, joint)
+    )
+    keys = seen.reach(slice(4, 8), window, None)
+    found = torch.cat(
+        [seen.block(part, keys, window, None) for part in (slice(0, 4), slice(4, 12))], 1
+    )
+    for query in range(12):
+        for key in range(12):
+            expected = key <= query or bool(joint[0, query] == joint[0, key] >= 0)
+            expected &= window is None or key > query - window
+            expected &= bool(documents[0, query] == documents[0, key])
+            assert found[0, query, key] == expected, (query, key)
