@@ -9,12 +9,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
 from megaconv.engine.store_watch import StoreWatch, silence
 from megaconv.errors import UsageError
 from megatron_lite.processes.calls import CALLS
-from megatron_lite.processes.failure import KEY, report_alone, report_first
+from megatron_lite.processes.failure import KEY, TrainingError, report_alone, report_first
 from megatron_lite.processes.heartbeat import Heartbeat
 from megatron_lite.processes.interfaces import explained
 from megatron_lite.processes.node import node_group
@@ -95,7 +96,9 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
         return Place(0, 1, device, None, None)
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    met, place, world = next(rendezvous("env://", timeout=timeout))
+    # torchrun's store runs before its ranks do. srun may start the rank that has the store last.
+    watch = _watch_store() if _has_torchrun() else None
+    met, place, world = _meet(timeout)
     # torchrun keeps one store for all attempts. The prefix hides the keys of earlier attempts.
     store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), met)
     # Later than the heartbeat, which knows the rank that blocks the others.
@@ -106,7 +109,7 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
         dist.init_process_group(backend, store=store, rank=place, world_size=world, timeout=later)
         saving = dist.new_group(backend="gloo", timeout=later)
         node = node_group(saving, later)
-    watch = StoreWatch(_store_address(), _end_without_store)
+    watch = watch or _watch_store()
     return Place(
         place,
         world,
@@ -118,6 +121,29 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
         _heartbeat(store, place, world, timeout if steps else None),
         later,
     )
+
+
+def _has_torchrun() -> bool:
+    """Return whether torchrun started this process and keeps the store of the rendezvous."""
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_store and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """Connect to the store of the rendezvous. Returns the store, the rank and the number of ranks. Raises TrainingError."""
+    try:
+        store, place, world = next(rendezvous("env://", timeout=timeout))
+    except DistNetworkError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise TrainingError(
+            f"can't connect to rank 0 at {_store_address()}: {reason}. "
+            "Check that rank 0 has started, and that MASTER_ADDR and MASTER_PORT name its machine"
+        ) from error
+    return store, place, world
+
+
+def _watch_store() -> StoreWatch:
+    return StoreWatch(_store_address(), _end_without_store)
 
 
 def _heartbeat(store: Store, rank: int, world: int, patience: timedelta | None) -> Heartbeat:

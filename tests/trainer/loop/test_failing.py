@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
 import time
 from functools import partial
@@ -216,3 +218,51 @@ def soon_lost(rank: int) -> None:
     from megaconv.engine import store_watch
 
     store_watch.SILENT_SECONDS = 1.0
+
+
+ALONE = """
+from megaconv.engine import store_watch
+from megatron_lite.cli import main
+store_watch.SILENT_SECONDS = 0.5
+main()
+"""
+
+
+def start_without_store(directory: Path, minutes: str, **environment: str) -> tuple[int, str]:
+    """Start a rank of two whose rendezvous has no store. Returns the exit status and stderr."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    variables = {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    words = f"{COMMAND} --tensor-model-parallel-size 2 --distributed-timeout-minutes {minutes}"
+    ended = subprocess.run(
+        [sys.executable, "-c", ALONE, *words.split()],
+        cwd=directory,
+        env={**os.environ, **variables, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    return ended.returncode, ended.stderr
+
+
+def test_a_launcher_that_is_killed_before_its_ranks_have_met_ends_them_with_one_line(
+    tmp_path: Path,
+) -> None:
+    status, said = start_without_store(tmp_path, "10", TORCHELASTIC_RUN_ID="none")
+    assert status == 1
+    assert [line for line in said.splitlines() if "error" in line] == said.splitlines()[-1:]
+    assert "was the process that started the ranks killed?" in said.splitlines()[-1]
+
+
+def test_ranks_of_srun_that_find_no_store_end_with_a_line_that_names_the_address(
+    tmp_path: Path,
+) -> None:
+    status, said = start_without_store(tmp_path, "0.02")
+    assert status == 1
+    assert "can't connect to rank 0 at 127.0.0.1:" in said.splitlines()[-1]
+    assert "MASTER_ADDR" in said.splitlines()[-1]
+    assert "Traceback" not in said
