@@ -47,7 +47,12 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def tokens_without_rows(header: Header) -> tuple[str, ...]:
-    """A notice if the tokenizer has added tokens beyond the model's vocabulary; empty if it has none, or can't be read."""
+    """A notice if the tokenizer has added tokens beyond the model's vocabulary; empty if it has none, or can't be read.
+
+    The vocabulary of a model whose tensors keep their names is unknown.
+    """
+    if header.config.own_names is not None:
+        return ()
     added: dict[int, str] = {}
     for name, path in header.files.items():
         if name in _ADDED:

@@ -162,3 +162,15 @@ def test_a_tokenizer_that_fits_or_is_unreadable_gives_no_notice(
     source = write_llama(tmp_path / "source", layers=1)
     (source / "tokenizer.json").write_text(content)
     assert run("convert", source, tmp_path / "out", "--saver", "core").err == ""
+
+
+def test_a_model_whose_tensors_keep_their_names_gives_no_notice_of_tokens(tmp_path: Path) -> None:
+    """No family describes it, so its vocabulary is unknown."""
+    source = write_llama(tmp_path / "source", layers=1)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"model_type": "unheard", "architectures": ["UnheardForCausalLM"]}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenizer.json").write_text('{"added_tokens": [{"id": 5, "content": "<s>"}]}')
+    outcome = run("convert", source, tmp_path / "out", "--saver", "hf")
+    assert "keep their names and shapes" in outcome.err
+    assert "without a row" not in outcome.err
