@@ -125,6 +125,8 @@ NAMES = tuple(dict.fromkeys(form.name for form in FORMS))
 
 IMAGES = ("images", "image")
 """Fields with images, which are read if the model reads images."""
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Fields by which qwen-vl-utils scales a single image."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,12 @@ def _part(part: Any, where: str, *, images: bool) -> Mapping[str, Any]:
     if kind in (None, "text") and isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if not images or kind not in ("image", "image_url"):
-        raise BadRecord(f"{where} has content that is not text")
+        expected = "text or an image" if images else "text"
+        raise BadRecord(f"{where} has content that is not {expected}")
+    for name in _SIZES:
+        if part.get(name) is not None:
+            raise BadRecord(
+                f'{where} has an image with its own "{name}", which is not read; set the limits of all images in preprocessor_config.json'
+            )
     sources = (part.get(name) for name in ("image", "image_url", "path", "url"))
     return {"type": "image", "image": next(filter(None, sources), None)}

@@ -18,6 +18,8 @@ from megatron_lite.data.finetuning.forms import IMAGES, Chat, Message
 
 PLACE = "<image>"
 """Stands for an image in a text."""
+_OTHER_MEDIA = ("videos", "video", "audios", "audio")
+"""Fields of records beside their images."""
 Part = Mapping[str, Any]
 
 
@@ -26,10 +28,12 @@ def with_images(chat: Chat, record: Mapping[str, Any]) -> Chat:
 
     Messages with images have a list of parts as content.
     """
+    refuse_videos_and_sounds(record)
     listed = _listed(record)
     messages = [_split(message) if listed else message for message in chat.messages]
     if listed and not any(_images_of(message) for message in messages):
         messages = _with_images_first(messages, len(listed))
+    _refuse_unused_places(messages)
     waiting = iter(listed)
     images = [_found(part, waiting) for message in messages for part in _images_of(message)]
     unused = len(list(waiting))
@@ -42,13 +46,40 @@ def with_images(chat: Chat, record: Mapping[str, Any]) -> Chat:
     )
 
 
+def refuse_videos_and_sounds(record: Mapping[str, Any]) -> None:
+    """Raise BadRecord for a record with a field of videos or sounds, which would be left out."""
+    for name in _OTHER_MEDIA:
+        if record.get(name):
+            raise BadRecord(f'has "{name}", which a run can\'t train on; it reads images alone')
+
+
 def _listed(record: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the images in the record's own field."""
-    for name in IMAGES:
-        given = record.get(name)
-        if given is not None:
-            return given if isinstance(given, list) else [given]
+    """Return the images in the record's own field. Raises BadRecord if both fields have some."""
+    given = [(name, record[name]) for name in IMAGES if record.get(name) not in (None, "", [])]
+    if len(given) > 1:
+        raise BadRecord('has "images" and "image"; expected one of them')
+    for _, images in given:
+        return images if isinstance(images, list) else [images]
     return []
+
+
+def _refuse_unused_places(messages: Sequence[Message]) -> None:
+    """Raise BadRecord for a place of an image in a text that is not split, because no image is there.
+
+    An answer may be about anything.
+    """
+    for message in messages:
+        if message["role"] != "assistant" and any(PLACE in text for text in _texts_of(message)):
+            raise BadRecord(
+                f'has {PLACE} in a text, and no image for it; expected a field "images", or a text without {PLACE}'
+            )
+
+
+def _texts_of(message: Message) -> list[str]:
+    content = message["content"]
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 def _split(message: Message) -> Message:
@@ -89,7 +120,10 @@ def _found(part: Part, waiting: Iterator[Any]) -> Any:
     if given is None:
         given = next(waiting, None)
     if given is None:
-        raise BadRecord("has more places for images in its messages than images")
+        raise BadRecord(
+            f'has more places for images in its messages than images; a place is {PLACE} in a text, or a part without "image", '
+            '"image_url", "path" or "url"'
+        )
     return given
 
 
