@@ -56,6 +56,8 @@ class ImageChats(Objective):
         encoder = None
         if _reads_images(engine, deepest(reader.config)):
             encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
+            blank, tokens = reader.trial()
+            encoder.require_fitting(blank, tokens)
             setup.say(
                 f"the encoder of {reader.directory} reads the images: {encoder.parameters:,} parameters on this rank, not trained"
             )
@@ -95,7 +97,8 @@ class ImageFeeder(Feeder):
         numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
         if self.encoder is None or not numbers:
             return None
-        features = self.encoder.encode([self.reader.inputs(number) for number in numbers])
+        tokens = sum(self.reader.tokens(number) for number in numbers)
+        features = self.encoder.encode([self.reader.inputs(number) for number in numbers], tokens)
         return Pictures(places, *features)
 
 

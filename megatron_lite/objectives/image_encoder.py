@@ -17,6 +17,8 @@ from megaconv.extras import require_transformers
 from megatron_lite.data.images.reader import Inputs
 from megatron_lite.models.moving import moved
 
+_EXPECTED = "expected the model's own config.json and preprocessor_config.json"
+
 
 class Features(NamedTuple):
     """The output of an encoder for images, in their order."""
@@ -34,7 +36,9 @@ class ImageEncoder:
         """Load the encoder. The language model is left out. Raises UsageError, TensorMismatch for a missing weight."""
         transformers = require_transformers("an image")
         try:
-            config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
             _take_out_layers(config.text_config)
             with _quiet(transformers.utils.logging):
                 whole, found = transformers.AutoModelForImageTextToText.from_pretrained(
@@ -42,6 +46,7 @@ class ImageEncoder:
                     config=config,
                     dtype=dtype,
                     local_files_only=True,
+                    trust_remote_code=False,
                     use_safetensors=True,  # no pickle is read
                     output_loading_info=True,
                 )
@@ -54,16 +59,50 @@ class ImageEncoder:
         model.language_model = None
         _require_all(model, found["missing_keys"], directory)
         self._model = model.to(device).requires_grad_(False).eval()
-        self._device, self._dtype = device, dtype
+        self._directory, self._device, self._dtype = directory, device, dtype
 
     @property
     def parameters(self) -> int:
         """Number of parameters."""
         return sum(parameter.numel() for parameter in self._model.parameters())
 
+    def encode(self, images: Sequence[Inputs], tokens: int) -> Features:
+        """Return the features of images. Raises UsageError if the encoder reads other images, or makes other vectors.
+
+        images: the inputs of each, as ImageReader makes them. tokens: number of their tokens.
+        """
+        try:
+            features = self._encoded(images)
+        except ValueError as error:
+            raise self._contradiction(error) from error
+        if len(features.vectors) != tokens:
+            raise UsageError(
+                f"{self._directory}: its encoder makes {len(features.vectors):,} vectors of images of {tokens:,} tokens; {_EXPECTED}"
+            )
+        return features
+
+    def require_fitting(self, image: Inputs, tokens: int) -> None:
+        """Encode an image, to see that it can be encoded. Raises UsageError, TensorMismatch for damaged weights."""
+        try:
+            vectors = self.encode([image], tokens).vectors
+        except (UsageError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model's code may raise any error
+            raise self._contradiction(error) from error
+        if not vectors.isfinite().all():
+            raise TensorMismatch(
+                f"{self._directory}: the output of its encoder has numbers that are NaN or infinite; its weights are damaged, or "
+                f"too large for {str(vectors.dtype).removeprefix('torch.')}"
+            )
+
+    def _contradiction(self, error: Exception) -> UsageError:
+        reason = " ".join(str(error).split())
+        return UsageError(
+            f"{self._directory}: its encoder can't read an image of its image processor: {reason:.200}; {_EXPECTED}"
+        )
+
     @torch.no_grad()
-    def encode(self, images: Sequence[Inputs]) -> Features:
-        """Return the features of images. images: the inputs of each, as ImageReader makes them."""
+    def _encoded(self, images: Sequence[Inputs]) -> Features:
         made = [self._encode_together(list(alike)) for _, alike in groupby(images, _shapes)]
         vectors, further = zip(*made, strict=True)
         return Features(torch.cat(vectors), tuple(map(torch.cat, zip(*further, strict=True))))
@@ -116,13 +155,19 @@ def _take_out_layers(text_config: Any) -> None:
 
 @contextmanager
 def _quiet(logging: Any) -> Iterator[None]:
-    """Keep transformers from saying that the files have layers which the model lacks. logging: its module."""
-    before = logging.get_verbosity()
+    """Keep transformers from saying that the files have layers which the model lacks, and from drawing a bar.
+
+    logging: its module.
+    """
+    before, draws = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(before)
+        if draws:
+            logging.enable_progress_bar()
 
 
 def deepest(config: Mapping[str, Any]) -> int:

@@ -30,7 +30,7 @@ from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
-from megatron_lite.data.images.files import read_image
+from megatron_lite.data.images.files import ImageFile, read_image
 from megatron_lite.data.images.places import Images, Placed
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
@@ -161,7 +161,7 @@ class _Encoder:
         if self._options.pairs:
             return [Illustrated(answer) for answer in self._encode_pair(record)]
         if self._options.images is not None:
-            return [self._encode_illustrated(record.content, self._options.images, directory)]
+            return [self._encode_illustrated(record, self._options.images, directory)]
         return [Illustrated(self._encode(record))]
 
     def _encode(self, record: Record) -> Encoded:
@@ -173,12 +173,12 @@ class _Encoder:
         return self._example(reading.example)
 
     def _encode_illustrated(
-        self, content: bytes | Mapping[str, Any] | str, reader: ImageReader, directory: Path
+        self, record: Record, reader: ImageReader, directory: Path
     ) -> Illustrated:
         """Encode a record that may have images."""
-        if isinstance(content, str):
-            return without_images(self._plain(Plain("", content)), reader.token)
-        fields = read_fields(content)
+        if isinstance(record.content, str):
+            return without_images(self._plain(Plain("", record.content)), reader.token)
+        fields = read_fields(record.content)
         reading = read_record(fields, self._options.finetune_form)
         self.unread.update(reading.unread - set(IMAGES))
         if isinstance(reading.example, Plain):
@@ -187,14 +187,17 @@ class _Encoder:
         chat = with_images(reading.example, fields)
         if not chat.images:
             return without_images(self._example(chat), reader.token)
-        return self._encode_images(chat, reader, directory)
+        files = [read_image(given, directory) for given in chat.images]
+        return self._encode_images(chat, files, reader, record.where)
 
-    def _encode_images(self, chat: Chat, reader: ImageReader, directory: Path) -> Illustrated:
-        """Encode a chat that has images."""
+    def _encode_images(
+        self, chat: Chat, files: Sequence[ImageFile], reader: ImageReader, where: str
+    ) -> Illustrated:
+        """Encode a chat that has images. where: the record, for later messages."""
         kind = reader.require_kind()
         template = self._chat_template()
         word = template.word(reader.token)
-        images = [reader.add(read_image(given, directory), word) for given in chat.images]
+        images = [reader.add(file, word, where) for file in files]
         texts = ImageTexts(kind.placeholder or word, [image.text for _, image in images])
         return with_places(template.encode(chat, texts), images, reader.token)
 

@@ -128,7 +128,8 @@ def text_of(config: Config) -> Config:
 def kind_of(config: Config) -> ImageKind | None:
     """Return the kind of a multimodal model; None if a run can't train on its images."""
     model_type = config.get("model_type")
-    encoder = config.get("vision_config", {}).get("model_type")
+    vision = config.get("vision_config")
+    encoder = vision.get("model_type") if isinstance(vision, Mapping) else None
     return next(
         (
             kind

@@ -1,7 +1,8 @@
 """Counts the tokens of images, and makes the input of an encoder of them, as transformers does."""
 
+import math
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,21 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.kinds import KINDS, Axes, ImageKind, kind_of, text_of
-from megatron_lite.data.images.written import Written
+from megatron_lite.data.images.outlines import Outline
+from megatron_lite.data.images.written import Grid, Processed, Written
 from megatron_lite.data.packages import package
 from megatron_lite.data.samples import NO_TOKEN
 
 Inputs = Mapping[str, NDArray[Any]]
 """The arguments of transformers' `get_image_features` for one image, by name."""
+_KEPT_TEXTS = 1024
+"""Number of sizes of images whose texts are kept. A text may have 200 kB."""
+_PATCHES = {
+    "patch_size": "patch_size",
+    "temporal_patch_size": "temporal_patch_size",
+    "merge_size": "spatial_merge_size",
+}
+"""Names in preprocessor_config.json -> names in vision_config."""
 
 
 class ImageReader:
@@ -32,14 +42,20 @@ class ImageReader:
         self.config = load_config(directory / CONFIG_NAME)
         self.kind = kind_of(self.config)
         """None for a model whose images a run can't train on."""
+        if self.kind is not None and not isinstance(self.config.get("vision_config"), Mapping):
+            raise CorruptCheckpoint(
+                f"{directory}: config.json of a {self.config['model_type']} lacks vision_config, the sizes of its encoder"
+            )
         self.token = NO_TOKEN if self.kind is None else self.kind.token_of(self.config)
         """The token that stands for each part of an image."""
         self.keeps_ready = True
         """False if this process doesn't encode images, so that `prepare` has nothing to do."""
         self._files: list[ImageFile] = []
         self._sizes: list[tuple[int, int]] = []
-        self._written: dict[tuple[int, int], Written] = {}
-        """By the size of an image."""
+        self._grids: list[Grid] = []
+        self._places: list[str] = []
+        """File and line of each image's record."""
+        self._of_size = lru_cache(_KEPT_TEXTS)(self._write_size)
         self._ready: dict[int, Inputs] = {}
 
     def require_kind(self) -> ImageKind:
@@ -51,18 +67,51 @@ class ImageReader:
             )
         return self.kind
 
-    def add(self, file: ImageFile, word: str) -> tuple[int, Written]:
+    def add(
+        self, file: ImageFile, word: str, where: str = "--finetune-data"
+    ) -> tuple[int, Written]:
         """Return the number of an image, and its text. Reads its header alone. Raises BadRecord, UsageError, NotExpressible.
 
-        word: the text of the token that stands for each part of an image.
+        word: the text of the token that stands for each part of an image. where: the image's record, for messages.
         """
-        kind, size = self.require_kind(), file.size
-        if size not in self._written:
-            blank = package("PIL.Image", "an image", extra="images").new("RGB", size)
-            self._written[size] = kind.write(self.config, self._processed(blank, file), word)
+        size = file.size
+        try:
+            written = self._of_size(size, word)
+        except ValueError as error:
+            raise _refused(file, error) from error
         self._files.append(file)
         self._sizes.append(size)
-        return len(self._files) - 1, self._written[size]
+        self._grids.append(written.grid)
+        self._places.append(where)
+        return len(self._files) - 1, written
+
+    def _write_size(self, size: tuple[int, int], word: str) -> Written:
+        """Return an image of a size, without its pixels. Raises UsageError, ValueError for a size that is refused."""
+        outline = Outline(
+            processor=lambda: self._processor,
+            size=size,
+            blank=lambda: self._processed(_blank(size)),
+        )
+        return self._write(outline, word)
+
+    def _write(self, processed: Processed, word: str) -> Written:
+        """Return an image in a text from the image processor's output. Raises UsageError."""
+        try:
+            return self.require_kind().write(self.config, processed, word)
+        except KeyError as error:
+            raise UsageError(
+                f"{self.directory}: vision_config and the output of {type(self._processor).__name__} lack {error}; expected the "
+                "model's own config.json and preprocessor_config.json"
+            ) from error
+
+    def tokens(self, number: int) -> int:
+        """Return the number of tokens of an image for which the encoder gives vectors."""
+        return self._grids[number].tokens
+
+    def trial(self) -> tuple[Inputs, int]:
+        """Return the encoder's input for a blank image of the size of the smallest image, and the number of its tokens."""
+        number = min(range(len(self._sizes)), key=lambda number: math.prod(self._sizes[number]))
+        return self._processed(_blank(self._sizes[number])), self.tokens(number)
 
     @property
     def axes(self) -> Axes | None:
@@ -95,16 +144,32 @@ class ImageReader:
             image = file.open()
             if image.size != size:
                 raise BadRecord(f"{file}: has had another size at the start of the run")
-            return self._processed(image, file)
+            inputs = self._inputs(image, file)
         except BadRecord as error:
-            raise CorruptCheckpoint(f"--finetune-data: {error}") from error
+            raise CorruptCheckpoint(f"{self._places[number]}: {error}") from error
+        grid = self._write(inputs, "-").grid
+        if grid != self._grids[number]:
+            raise CorruptCheckpoint(
+                f"{self._places[number]}: {file}: the image processor makes {grid.tokens} tokens of it, and {self.tokens(number)} "
+                "of a blank image of its size; expected the same number"
+            )
+        return inputs
 
-    def _processed(self, image: Any, file: ImageFile) -> Inputs:
-        arguments = self.require_kind().arguments(self.config)
+    def _inputs(self, image: Any, file: ImageFile) -> Inputs:
         try:
-            return dict(self._processor(images=[image], return_tensors="np", **arguments))
-        except ValueError as error:  # such as an image of one row
-            raise BadRecord(f"{file}: the image processor refuses it: {error}") from error
+            return self._processed(image)
+        except ValueError as error:
+            raise _refused(file, error) from error
+
+    def _processed(self, image: Any) -> Inputs:
+        """Return the output of the image processor. Raises UsageError, ValueError for an image that it refuses."""
+        processor, arguments = self._processor, self.require_kind().arguments(self.config)
+        try:
+            return dict(processor(images=[image], return_tensors="np", **arguments))
+        except (
+            Exception
+        ) as error:  # such as an image of one row, or settings that contradict each other
+            raise ValueError(str(error)) from error
 
     @cached_property
     def _processor(self) -> Any:
@@ -112,9 +177,36 @@ class ImageReader:
         transformers = require_transformers("an image")
         directory = self.directory
         try:
-            return transformers.AutoImageProcessor.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError, ImportError) as error:
+            found = transformers.AutoImageProcessor.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # wrong values in its file raise errors of many classes
             reason = " ".join(str(error).split())
             raise UsageError(
                 f"{directory}: its image processor can't be made of preprocessor_config.json: {reason:.200}"
             ) from error
+        self._require_same_patches(found)
+        return found
+
+    def _require_same_patches(self, processor: Any) -> None:
+        """Raise UsageError if the image processor makes other patches than the encoder reads."""
+        for name, name_in_config in _PATCHES.items():
+            made, read = (
+                getattr(processor, name, None),
+                self.config["vision_config"].get(name_in_config),
+            )
+            if isinstance(made, int) and isinstance(read, int) and made != read:
+                raise UsageError(
+                    f"{self.directory}: preprocessor_config.json has {name} {made}, and vision_config of config.json has "
+                    f"{name_in_config} {read}; expected the same value"
+                )
+
+
+def _refused(file: ImageFile, error: Exception) -> BadRecord:
+    reason = " ".join(str(error).split())
+    return BadRecord(f"{file}: the image processor refuses it: {reason:.200}")
+
+
+def _blank(size: tuple[int, int]) -> Any:
+    """Return a PIL image. size: (width, height)."""
+    return package("PIL.Image", "an image", extra="images").new("RGB", size)
