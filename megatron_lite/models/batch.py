@@ -42,6 +42,8 @@ class Microbatch:
 
     -1: causal attention alone. None: causal attention of all tokens.
     """
+    joint_in_windows: bool = False
+    """True if tokens are joint only in layers with a sliding window (Gemma 4)."""
     documents: tuple[tuple[int, ...], ...] | None = None
     """Lengths of the documents in each row, which don't attend to each other; None: one document per row."""
     source: Tensor | None = None

@@ -29,6 +29,7 @@ class LayerInputs(nn.Module):
     def __init__(self, plan: Plan) -> None:
         super().__init__()
         config, inputs, ranks = plan.config, plan.config.layer_inputs, plan.ranks
+        self.ranks = ranks
         self.layers, self.width = config.layer_count, inputs.width
         self.table_scale, self.projection_scale = inputs.width**0.5, config.hidden**-0.5
         columns = self.layers * self.width
@@ -39,6 +40,9 @@ class LayerInputs(nn.Module):
     def forward(self, run: Pass, embedded: Tensor) -> tuple[Tensor, ...]:
         """embedded [sequence (/ tp), batch, hidden] -> for each layer [sequence (/ tp), batch, width]."""
         of_tokens: Tensor = self.word_embeddings(run.tokens.t())
+        if run.pictures is not None:
+            # All tokens of images have the embedding of the padding, which transformers doesn't train.
+            of_tokens = run.pictures.detached(of_tokens, self.ranks)
         # Round the scale to the dtype first, as transformers does.
         of_tokens = of_tokens * torch.tensor(self.table_scale, dtype=of_tokens.dtype)
         projected = self.projection(embedded) * self.projection_scale

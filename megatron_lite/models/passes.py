@@ -128,7 +128,9 @@ class Pass:
     pictures: PlacedPictures | None = None
     """None without images."""
     joint: Tensor | None = None
-    """Of whole rows; see Microbatch."""
+    """Of whole rows."""
+    joint_in_windows: bool = False
+    """joint, joint_in_windows: see Microbatch."""
     packed: Packed | None = None
     """The documents of whole rows; None: each row is one document."""
     context: ContextGroup | None = None
@@ -251,6 +253,7 @@ class Passes:
             local_rotary=places.local_rotary,
             pictures=None if pictures is None else pictures.own(self._own),
             joint=batch.joint,
+            joint_in_windows=batch.joint_in_windows,
             packed=packed,
             context=self._context,
             share=share,

@@ -85,6 +85,10 @@ class PlacedPictures:
         places, vectors = ranks.own_part(self._places), ranks.own_part(self._vectors)
         return torch.where(places, vectors.to(x.dtype), x)
 
+    def detached(self, x: Tensor, ranks: TensorGroup) -> Tensor:
+        """Return x without gradients of the tokens of images. x: see `embedded`."""
+        return torch.where(ranks.own_part(self._places), x.detach(), x)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, at: rng.At, x: Tensor, ranks: TensorGroup) -> Tensor:
         """Return the output of a layer with what the encoder adds there. x: see `embedded`. at: of the layer.

@@ -34,6 +34,8 @@ class Rules(NamedTuple):
     """Tokens attend to the tokens of their own chunk; a chunk has this many positions."""
     chosen: Tensor | None = None
     """int64 [queries, batch, any]: the keys that each query may attend to, as indices of all_keys. None: all keys."""
+    joint: bool = False
+    """True if tokens with the same number in Microbatch.joint attend to each other."""
     slopes: tuple[float, ...] | None = None
     """The decrease of each head's scores with each position of distance. None: the distance has no effect."""
 
@@ -62,7 +64,7 @@ class Visibility:
     in_order: bool
     """True if query i and key i have position i."""
     joint: tuple[Tensor, Tensor] | None = None
-    """int64 [batch, queries] and [batch, keys]: see Microbatch.joint. None: causal attention of all tokens."""
+    """int64 [batch, queries] and [batch, keys]: see Microbatch.joint."""
     _slopes: dict[tuple[tuple[float, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
     def slopes(self, numbers: tuple[float, ...], dtype: torch.dtype) -> Tensor:
@@ -76,33 +78,34 @@ class Visibility:
 
     def own_part(self, ranks: TensorGroup) -> "Visibility":
         """Return the visibility of this tensor rank's queries."""
-        assert self.joint is None, "no family has an indexer and joint tokens"
         queries = ranks.own_part(self.queries.t()).t()
         documents = self.documents
         if documents is not None:
             documents = ranks.own_part(documents[0].t()).t(), documents[1]
-        return replace(self, queries=queries, documents=documents, in_order=False)
+        # No family has an indexer and joint tokens.
+        return replace(self, queries=queries, documents=documents, in_order=False, joint=None)
 
-    def reach(self, part: slice, window: int | None, chunk: int | None) -> slice:
+    def reach(self, part: slice, window: int | None, rules: Rules) -> slice:
         """Return the keys among which are all that these queries attend to."""
-        if not self.in_order or self.joint is not None:
+        if not self.in_order or rules.joint:
             return slice(0, self.keys.shape[1])
+        chunk = rules.chunk
         first = 0 if window is None else max(0, part.start - window + 1)
         if chunk is not None:
             first = max(first, part.start // chunk * chunk)
         return slice(first, min(part.stop, self.keys.shape[1]))
 
-    def block(self, part: slice, keys: slice, window: int | None, chunk: int | None) -> Tensor:
+    def block(self, part: slice, keys: slice, window: int | None, rules: Rules) -> Tensor:
         """Return bool [batch or 1, queries of the part, keys]: True where a query attends to a key."""
         queries = self.queries[:, part].unsqueeze(2)
         places = self.keys[:, keys].unsqueeze(1)
         back = queries - places
         seen = visible(back, window)
-        if self.joint is not None:
+        if rules.joint:
             together = self._joint(part, keys)
             seen = seen | (together if window is None else together & (back < window))
-        if chunk is not None:
-            seen = seen & (queries // chunk == places // chunk)
+        if rules.chunk is not None:
+            seen = seen & (queries // rules.chunk == places // rules.chunk)
         if self.documents is None:
             return seen
         return seen & _equal(self.documents, part, keys)
@@ -191,12 +194,12 @@ class Scope(NamedTuple):
 
     def reach(self, part: slice) -> slice:
         """See Visibility.reach."""
-        return self.seen.reach(part, self.window, self.rules.chunk)
+        return self.seen.reach(part, self.window, self.rules)
 
     def hidden(self, part: slice) -> Tensor:
         """Return bool [batch or 1, 1, 1, queries of the part, keys in reach]: True where a query ignores a key."""
         keys = self.reach(part)
-        allowed = self.seen.block(part, keys, self.window, self.rules.chunk)
+        allowed = self.seen.block(part, keys, self.window, self.rules)
         if self.rules.chosen is not None:
             allowed = allowed & self._selected(self.rules.chosen[part])[..., keys]
         return ~allowed[:, None, None]

@@ -13,6 +13,7 @@ from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import check_sources
 from megatron_lite.data.finetuning.image_dataset import NO_IMAGE
+from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.positions import axes_of_pairs
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import Tokenizer
@@ -83,20 +84,27 @@ class ImageFeeder(Feeder):
 
     def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
         """Return a microbatch with its images and with the positions of their tokens."""
-        places = made.tokens == self.reader.token
-        joint = None
-        if self.reader.is_joint and (arrays["images"] != NO_IMAGE).any():
-            joint = joint_of(places)
         pairs = None
         if self.axes_of_pairs is not None:
             pairs = moved(arrays["axes"], self.device)[..., self.axes_of_pairs]
-        pictures = self._pictures(places, arrays["images"])
-        return replace(made, pair_positions=pairs, pictures=pictures, joint=joint)
+        made = replace(made, pair_positions=pairs)
+        if not (arrays["images"] != NO_IMAGE).any():
+            return made
+        kind = self.reader.require_kind()
+        places = made.tokens == self.reader.token
+        joint, stand_in = kind.joint(self.reader.config), kind.stand_in(self.reader.config)
+        return replace(
+            made,
+            tokens=made.tokens if stand_in is None else made.tokens.masked_fill(places, stand_in),
+            pictures=self._pictures(places, arrays["images"]),
+            joint=None if joint is Joint.NOWHERE else joint_of(places),
+            joint_in_windows=joint is Joint.IN_WINDOWS,
+        )
 
     def _pictures(self, places: Tensor, images: Tensor) -> Pictures | None:
-        numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
-        if self.encoder is None or not numbers:
+        if self.encoder is None:
             return None
+        numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
         tokens = sum(self.reader.tokens(number) for number in numbers)
         features = self.encoder.encode([self.reader.inputs(number) for number in numbers], tokens)
         return Pictures(places, *features)

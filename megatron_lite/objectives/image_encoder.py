@@ -151,6 +151,9 @@ def _take_out_layers(text_config: Any) -> None:
     text_config.num_hidden_layers = 0
     if getattr(text_config, "layer_types", None):
         text_config.layer_types = []
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if hasattr(text_config, name):
+            setattr(text_config, name, 0)
 
 
 @contextmanager

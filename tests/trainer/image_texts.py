@@ -9,6 +9,7 @@ from unittest.mock import patch
 PIXTRAL = {"llava_pixtral": 1, "mistral3": 2}
 """Models with the encoder of Pixtral -> number of patches on a side that are merged."""
 
+GEMMA_4 = ("gemma4", "gemma4_small")
 WITH_PROCESSOR: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"name": "Gemma3Processor", "fields": {"image_seq_length": 16}},
 }
@@ -26,6 +27,10 @@ def image_processor(kind: str, transformers: Any) -> Any:
     if kind == "gemma3":
         side = {"height": 16, "width": 16}
         return transformers.Gemma3ImageProcessorPil(size=side)
+    if kind in GEMMA_4:
+        return transformers.Gemma4ImageProcessorPil(
+            patch_size=2, pooling_kernel_size=2, max_soft_tokens=70
+        )
     if kind in PIXTRAL:
         return transformers.PixtralImageProcessorPil(size={"longest_edge": 20 * PIXTRAL[kind]})
     if kind == "paddleocr_vl":
@@ -71,6 +76,14 @@ def texts_of(
         sequence = f"\n\n<start_of_image>{word * 16}<end_of_image>\n\n"
         processor = _without_parts(transformers.Gemma3Processor, full_image_sequence=sequence)
         return _written(processor, processed, len(processed["num_crops"]))
+    if kind in GEMMA_4:
+        words = {
+            "image_token": word,
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        }
+        processor = _without_parts(transformers.Gemma4Processor, **words)
+        return _written(processor, processed, len(processed["num_soft_tokens_per_image"]))
     grids = processed.get("image_grid_thw")
     if grids is None:
         return [word * 16 for _ in processed["pixel_values"]]

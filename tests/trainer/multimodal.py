@@ -281,6 +281,29 @@ def _gemma3(transformers: Any) -> tuple[Any, Any]:
     return transformers.Gemma3Config, {**fields, "text_config": text, "vision_config": vision}
 
 
+def _gemma4(transformers: Any, joint: str | None = "vision", **more: Any) -> tuple[Any, Any]:
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64,
+    }  # fmt: skip
+    layers = ["sliding_attention", "full_attention"] * 2
+    text = {
+        **TEXT, "sliding_window": 9, "layer_types": layers, "hidden_size_per_layer_input": 0, "global_head_dim": 16,
+        "use_bidirectional_attention": joint, "pad_token_id": 3, **more,
+    }  # fmt: skip
+    fields = {"boi_token_id": token(START), "eoi_token_id": token("<end_of_image>")}
+    return transformers.Gemma4Config, {**fields, "text_config": text, "vision_config": vision}
+
+
+def _gemma4_small(transformers: Any) -> tuple[Any, Any]:
+    inputs = {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 272,
+        "num_kv_shared_layers": 2,
+    }
+    return _gemma4(transformers, joint=None, **inputs)
+
+
 def _rotating(sections: list[int]) -> dict[str, Any]:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     return {**TEXT, "rope_parameters": rope}
@@ -303,6 +326,8 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "llava_pixtral": _llava_pixtral,
     "mistral3": _mistral3,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_small": _gemma4_small,
 }
 PLACEHOLDERS = {"gemma3": START}
 """Models whose template writes another token for an image than the one that its encoder's vectors replace."""

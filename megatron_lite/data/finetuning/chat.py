@@ -82,7 +82,7 @@ class ChatTemplate:
         self._eod = tokenizer.eod
         self._unreadable: type[Exception] = package("jinja2", "a chat template").TemplateSyntaxError
 
-    def word(self, token: int) -> str:
+    def spelled(self, token: int) -> str:
         """Return the text of a special token."""
         return str(self._inner.convert_ids_to_tokens(token))
 

@@ -196,9 +196,9 @@ class _Encoder:
         """Encode a chat that has images. where: the record, for later messages."""
         kind = reader.require_kind()
         template = self._chat_template()
-        word = template.word(reader.token)
-        images = [reader.add(file, word, where) for file in files]
-        texts = ImageTexts(kind.placeholder or word, [image.text for _, image in images])
+        words = kind.words_of(reader.config, template.spelled)
+        images = [reader.add(file, words, where) for file in files]
+        texts = ImageTexts(kind.placeholder(words), [image.text for _, image in images])
         return with_places(template.encode(chat, texts), images, reader.token)
 
     def _encode_pair(self, record: Record) -> list[Encoded]:

@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.images.written import (
-    START,
     Config,
     Processed,
+    Words,
     Written,
     pixtral_patch,
     write_apart,
     write_merged,
     write_rows,
+    write_soft,
     write_square,
     write_tiles,
 )
@@ -28,6 +31,15 @@ class Axes(NamedTuple):
     """True if frame, row and column take turns; False if their pairs are one after the other."""
 
 
+class Joint(Enum):
+    """The layers in which the tokens of an image attend to each other in both directions."""
+
+    NOWHERE = "nowhere"
+    IN_WINDOWS = "in windows"
+    """In layers with a sliding window."""
+    EVERYWHERE = "everywhere"
+
+
 @dataclass(frozen=True)
 class ImageKind:
     """Multimodal models that read images in the same way."""
@@ -35,18 +47,28 @@ class ImageKind:
     model_types: tuple[str, ...]
     token_keys: tuple[str, ...]
     """The keys of config.json that may have the token that stands for a part of an image."""
-    write: Callable[[Config, Processed, str], Written]
-    """Returns the text of an image from (config, the output of the image processor for it, the text of its token)."""
+    write: Callable[[Config, Processed, Words], Written]
+    """Returns the text of an image from (config, the output of the image processor for it, the texts of tokens)."""
     axes: Axes | None = None
     """None if the tokens of images have positions as those of a text."""
     arguments: Callable[[Config], Mapping[str, Any]] = lambda config: {}
     """Returns the arguments of the image processor that transformers' processor of text and images gives it."""
-    placeholder: str | None = None
-    """The text of the token that the chat template writes for an image; None if it is the image's own token."""
-    is_joint: bool = False
-    """True if the tokens of an image attend to each other in both directions."""
+    placeholder: Callable[[Words], str] = attrgetter("image")
+    """Returns the text of the token that the chat template writes for an image."""
+    joint: Callable[[Config], Joint] = lambda config: Joint.NOWHERE
+    """Returns the layers in which the tokens of an image attend to each other in both directions."""
+    stand_in: Callable[[Config], int | None] = lambda config: None
+    """Returns the token for which layers with embeddings of their own take each part of an image; None: its own token."""
     encoder: str | None = None
     """The model_type of the encoder, if models of the same type have several encoders."""
+
+    def words_of(self, config: Config, spell: Callable[[int], str]) -> Words:
+        """Return the texts of tokens. spell: returns the text of a token. Raises CorruptCheckpoint."""
+        start, end = (
+            next((spell(config[key]) for key in keys if key in config), "")
+            for keys in (("boi_token_id", "boi_token_index"), ("eoi_token_id", "eoi_token_index"))
+        )
+        return Words(spell(self.token_of(config)), start, end)
 
     def token_of(self, config: Config) -> int:
         """Return the token that stands for each part of an image. Raises CorruptCheckpoint."""
@@ -68,6 +90,20 @@ def _of_patches(config: Config) -> Mapping[str, Any]:
 
 def _of_gemma(config: Config) -> Mapping[str, Any]:
     return {"do_pan_and_scan": False}
+
+
+def _in_all_layers(config: Config) -> Joint:
+    return Joint.EVERYWHERE
+
+
+def _in_windows(config: Config) -> Joint:
+    """The small models have causal attention alone."""
+    is_large = text_of(config).get("use_bidirectional_attention") == "vision"
+    return Joint.IN_WINDOWS if is_large else Joint.NOWHERE
+
+
+def _as_padding(config: Config) -> int:
+    return int(text_of(config).get("pad_token_id") or 0)
 
 
 KINDS: Sequence[ImageKind] = (
@@ -113,8 +149,11 @@ KINDS: Sequence[ImageKind] = (
         ("image_token_id", "image_token_index"),
         write_apart,
         arguments=_of_gemma,
-        placeholder=START,
-        is_joint=True,
+        placeholder=attrgetter("start"),
+        joint=_in_all_layers,
+    ),
+    ImageKind(
+        ("gemma4",), ("image_token_id",), write_soft, joint=_in_windows, stand_in=_as_padding
     ),
 )
 

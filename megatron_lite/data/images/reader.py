@@ -17,12 +17,13 @@ from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.kinds import KINDS, Axes, ImageKind, kind_of, text_of
 from megatron_lite.data.images.outlines import Outline
-from megatron_lite.data.images.written import Grid, Processed, Written
+from megatron_lite.data.images.written import Grid, Processed, Words, Written
 from megatron_lite.data.packages import package
 from megatron_lite.data.samples import NO_TOKEN
 
 Inputs = Mapping[str, NDArray[Any]]
 """The arguments of transformers' `get_image_features` for one image, by name."""
+_ANY_WORDS = Words("-", "", "")
 _KEPT_TEXTS = 1024
 """Number of sizes of images whose texts are kept. A text may have 200 kB."""
 _PATCHES = {
@@ -68,15 +69,15 @@ class ImageReader:
         return self.kind
 
     def add(
-        self, file: ImageFile, word: str, where: str = "--finetune-data"
+        self, file: ImageFile, words: Words, where: str = "--finetune-data"
     ) -> tuple[int, Written]:
         """Return the number of an image, and its text. Reads its header alone. Raises BadRecord, UsageError, NotExpressible.
 
-        word: the text of the token that stands for each part of an image. where: the image's record, for messages.
+        words: the texts of tokens, as `words_of` returns them. where: the image's record, for messages.
         """
         size = file.size
         try:
-            written = self._of_size(size, word)
+            written = self._of_size(size, words)
         except ValueError as error:
             raise _refused(file, error) from error
         self._files.append(file)
@@ -85,19 +86,19 @@ class ImageReader:
         self._places.append(where)
         return len(self._files) - 1, written
 
-    def _write_size(self, size: tuple[int, int], word: str) -> Written:
+    def _write_size(self, size: tuple[int, int], words: Words) -> Written:
         """Return an image of a size, without its pixels. Raises UsageError, ValueError for a size that is refused."""
         outline = Outline(
             processor=lambda: self._processor,
             size=size,
             blank=lambda: self._processed(_blank(size)),
         )
-        return self._write(outline, word)
+        return self._write(outline, words)
 
-    def _write(self, processed: Processed, word: str) -> Written:
+    def _write(self, processed: Processed, words: Words) -> Written:
         """Return an image in a text from the image processor's output. Raises UsageError."""
         try:
-            return self.require_kind().write(self.config, processed, word)
+            return self.require_kind().write(self.config, processed, words)
         except KeyError as error:
             raise UsageError(
                 f"{self.directory}: vision_config and the output of {type(self._processor).__name__} lack {error}; expected the "
@@ -117,11 +118,6 @@ class ImageReader:
     def axes(self) -> Axes | None:
         """See ImageKind."""
         return None if self.kind is None else self.kind.axes
-
-    @property
-    def is_joint(self) -> bool:
-        """See ImageKind."""
-        return self.kind is not None and self.kind.is_joint
 
     @property
     def width(self) -> int | None:
@@ -147,7 +143,7 @@ class ImageReader:
             inputs = self._inputs(image, file)
         except BadRecord as error:
             raise CorruptCheckpoint(f"{self._places[number]}: {error}") from error
-        grid = self._write(inputs, "-").grid
+        grid = self._write(inputs, _ANY_WORDS).grid
         if grid != self._grids[number]:
             raise CorruptCheckpoint(
                 f"{self._places[number]}: {file}: the image processor makes {grid.tokens} tokens of it, and {self.tokens(number)} "

@@ -5,6 +5,7 @@
 | Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
 | InternVL | `<img>`, the same for all tiles of the image, `</img>` |
 | Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
+| Gemma 4 | `<|image>`, the same, `<image|>` |
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
 
@@ -13,8 +14,6 @@ from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
 """A multimodal model's config.json."""
-START = "<start_of_image>"
-"""Gemma's token before an image."""
 Processed = Mapping[str, Any]
 """The output of transformers' image processor for one image, as arrays."""
 
@@ -34,6 +33,16 @@ class Grid(NamedTuple):
         return self.frames * self.rows * self.columns
 
 
+class Words(NamedTuple):
+    """The texts of tokens that config.json names."""
+
+    image: str
+    """Stands for each part of an image."""
+    start: str
+    """Before an image; empty for a config.json without it, as the next one."""
+    end: str
+
+
 class Written(NamedTuple):
     """An image in a text."""
 
@@ -47,46 +56,52 @@ def _run(grid: Grid, word: str) -> Written:
     return Written(word * grid.tokens, grid)
 
 
-def _counted(text: str, word: str) -> Written:
-    """Return an image whose tokens stand among others. word: the text of the token."""
-    return Written(text, Grid(1, 1, text.count(word)))
+def _counted(text: str, words: Words) -> Written:
+    """Return an image whose tokens stand among others."""
+    return Written(text, Grid(1, 1, text.count(words.image)))
 
 
-def write_merged(config: Config, processed: Processed, word: str) -> Written:
+def write_merged(config: Config, processed: Processed, words: Words) -> Written:
     """Return the patches that are left after neighbours were merged."""
     merge = config["vision_config"].get("spatial_merge_size", 2)
     frames, rows, columns = (int(size) for size in processed["image_grid_thw"][0])
-    return _run(Grid(frames, rows // merge, columns // merge), word)
+    return _run(Grid(frames, rows // merge, columns // merge), words.image)
 
 
-def write_square(config: Config, processed: Processed, word: str) -> Written:
+def write_square(config: Config, processed: Processed, words: Words) -> Written:
     """Return the patches of an image of the one size that the encoder takes. `full` adds the token of the class."""
     side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
     is_full = config.get("vision_feature_select_strategy", "default") == "full"
-    return _run(Grid(1, 1, side * side + is_full), word)
+    return _run(Grid(1, 1, side * side + is_full), words.image)
 
 
-def write_tiles(config: Config, processed: Processed, word: str) -> Written:
+def write_tiles(config: Config, processed: Processed, words: Words) -> Written:
     """Return the tiles of an image, the last of which is the whole image in small."""
     vision = config["vision_config"]
     side = _first(vision.get("image_size", 448)) // _first(vision.get("patch_size", 14))
     of_tile = int(side * config.get("downsample_ratio", 0.5)) ** 2
     tokens = of_tile * len(processed["pixel_values"])
-    return _counted(f"<img>{word * tokens}</img>", word)
+    return _counted(f"<img>{words.image * tokens}</img>", words)
 
 
-def write_rows(config: Config, processed: Processed, word: str) -> Written:
+def write_rows(config: Config, processed: Processed, words: Words) -> Written:
     """Return the patches of an image with a token at the end of each row."""
     height, width = (int(size) for size in processed["image_sizes"][0])
     side = pixtral_patch(config)
-    rows = [word * (width // side)] * (height // side)
-    return _counted("[IMG_BREAK]".join(rows) + "[IMG_END]", word)
+    rows = [words.image * (width // side)] * (height // side)
+    return _counted("[IMG_BREAK]".join(rows) + "[IMG_END]", words)
 
 
-def write_apart(config: Config, processed: Processed, word: str) -> Written:
+def write_apart(config: Config, processed: Processed, words: Words) -> Written:
     """Return an image with the same number of tokens as all others, between empty lines."""
-    tokens = word * config.get("mm_tokens_per_image", 256)
-    return _counted(f"\n\n{START}{tokens}<end_of_image>\n\n", word)
+    tokens = words.image * config.get("mm_tokens_per_image", 256)
+    return _counted(f"\n\n{words.start}{tokens}{words.end}\n\n", words)
+
+
+def write_soft(config: Config, processed: Processed, words: Words) -> Written:
+    """Return an image with the number of tokens that the image processor gives, between two others."""
+    tokens = words.image * int(processed["num_soft_tokens_per_image"][0])
+    return _counted(f"{words.start}{tokens}{words.end}", words)
 
 
 def pixtral_patch(config: Config) -> int:

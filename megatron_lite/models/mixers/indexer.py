@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.rotary import neighbours_apart, rotate
-from megatron_lite.models.scored_attention import BLOCK, Visibility, all_keys, visibility
+from megatron_lite.models.scored_attention import BLOCK, Rules, Visibility, all_keys, visibility
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.tensor import TensorGroup
@@ -105,7 +105,7 @@ class Indexer(nn.Module):
             part = slice(start, start + BLOCK)
             products = torch.matmul(q[part].float(), keys) * self.head_dim**-0.5
             scores = torch.matmul(weights[part].unsqueeze(-2), F.relu(products)).squeeze(-2)
-            allowed = seen.block(part, all_of_them, None, None).transpose(0, 1)
+            allowed = seen.block(part, all_of_them, None, Rules()).transpose(0, 1)
             hidden = scores.masked_fill(~allowed, -torch.inf)
             yield hidden.topk(min(self.topk, len(k)), -1).indices
 

@@ -172,14 +172,13 @@ class SelfAttention(nn.Module):
         )
 
     def _rules(self, k: Tensor, run: Pass) -> Rules | None:
-        """Return the rules of scores. A sequence within one chunk needs no rule of chunks.
-
-        Joint tokens have no rule. But no kernel computes their mask.
-        """
+        """Return the rules of scores. A sequence within one chunk needs no rule of chunks."""
         ranks = 1 if run.context is None else run.context.size
         chunk = self.chunk if self.chunk is not None and len(k) * ranks > self.chunk else None
-        usual = self.cap is None and chunk is None and self.slopes is None and run.joint is None
-        return None if usual else Rules(self.cap, chunk, slopes=self.slopes)
+        may_be_joint = self.window is not None or not run.joint_in_windows
+        joint = may_be_joint and run.joint is not None
+        usual = self.cap is None and chunk is None and self.slopes is None and not joint
+        return None if usual else Rules(self.cap, chunk, slopes=self.slopes, joint=joint)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v and the gate of the output, or None.

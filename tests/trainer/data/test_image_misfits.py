@@ -16,12 +16,13 @@ from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.kinds import Axes
 from megatron_lite.data.images.positions import axes_of_pairs
 from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.images.written import Words
 from megatron_lite.objectives.image_encoder import ImageEncoder
 from tests.trainer.multimodal import create, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
-WORD = "<|image_pad|>"
+WORDS = Words("<|image_pad|>", "", "")
 CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 
 
@@ -42,7 +43,7 @@ def made(tmp_path: Path) -> Path:
 def add(directory: Path) -> ImageReader:
     """A reader with one image."""
     reader = ImageReader(directory / "hf")
-    reader.add(ImageFile(directory / "0.png"), WORD, "chats.jsonl:1")
+    reader.add(ImageFile(directory / "0.png"), WORDS, "chats.jsonl:1")
     return reader
 
 
@@ -103,7 +104,7 @@ def test_an_image_that_does_not_fit_an_image_processor_that_scales_nothing_is_re
     reader = add(made)  # 56 x 40 pixels are whole patches
     assert reader.tokens(0) == 35
     with pytest.raises(BadRecord, match=r"3\.png: the image processor refuses it: cannot reshape"):
-        reader.add(ImageFile(made / "3.png"), WORD)
+        reader.add(ImageFile(made / "3.png"), WORDS)
 
 
 def test_an_image_that_is_damaged_after_its_header_is_named_with_its_record(made: Path) -> None:

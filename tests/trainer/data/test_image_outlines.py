@@ -10,6 +10,7 @@ import pytest
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.outlines import Outline, grid_of
 from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.images.written import Words
 from tests.trainer.multimodal import create, write_chats
 
 PIL_Image = pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -79,8 +80,11 @@ def test_images_of_many_sizes_are_counted_in_no_time(tmp_path: Path) -> None:
     create("qwen2_5_vl", tmp_path / "model")
     reader = ImageReader(tmp_path / "model")
     write_chats(tmp_path)
-    number, written = reader.add(ImageFile(tmp_path / "0.png"), "-")
+    number, written = reader.add(ImageFile(tmp_path / "0.png"), Words("-", "", ""))
     assert written == ("-" * 35, (1, 5, 7))
     assert reader.tokens(number) == 35
     reader._processed = None  # type: ignore[assignment, method-assign]
-    assert reader.add(ImageFile(tmp_path / "1.png"), "-") == (1, ("-" * 9, (1, 3, 3)))
+    assert reader.add(ImageFile(tmp_path / "1.png"), Words("-", "", "")) == (
+        1,
+        ("-" * 9, (1, 3, 3)),
+    )

@@ -25,12 +25,13 @@ from megatron_lite.data.images.files import ImageFile, read_image
 from megatron_lite.data.images.kinds import KINDS, Axes
 from megatron_lite.data.images.positions import axes_of_pairs, positions_of
 from megatron_lite.data.images.reader import ImageReader
-from megatron_lite.data.images.written import Grid
+from megatron_lite.data.images.written import Grid, Words
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from tests.trainer.image_texts import WITH_PROCESSOR, processor
 from tests.trainer.multimodal import TEMPLATE, chats, create, token, write_chats
 
 PIL_Image = pytest.importorskip("PIL.Image", reason="needs pillow")
+WORDS = Words("<|image_pad|>", "", "")
 PAD = token("<|image_pad|>")
 
 
@@ -321,7 +322,7 @@ def test_a_text_with_the_token_of_images_is_refused(
 def test_an_image_that_changes_after_the_start_is_refused(model: Path, tmp_path: Path) -> None:
     write_chats(tmp_path)
     reader = ImageReader(model)
-    number, image = reader.add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
+    number, image = reader.add(ImageFile(tmp_path / "0.png"), WORDS)
     assert reader.inputs(number)["image_grid_thw"].prod() == 4 * image.grid.tokens
     PIL_Image.new("RGB", (24, 24)).save(tmp_path / "0.png")
     with pytest.raises(CorruptCheckpoint, match="another size at the start of the run"):
@@ -346,14 +347,14 @@ def test_a_model_of_another_kind_is_refused_with_those_that_are_trained(
     with pytest.raises(
         NotExpressible, match=r"images of 'mllama'; expected one of qwen2_vl, .*llava"
     ):
-        reader.add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
+        reader.add(ImageFile(tmp_path / "0.png"), WORDS)
 
 
 def test_a_missing_image_processor_is_named(model: Path, tmp_path: Path) -> None:
     write_chats(tmp_path)
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     with pytest.raises(UsageError, match="its image processor can't be made"):
-        ImageReader(tmp_path).add(ImageFile(tmp_path / "0.png"), "<|image_pad|>")
+        ImageReader(tmp_path).add(ImageFile(tmp_path / "0.png"), WORDS)
 
 
 def test_a_config_without_the_token_of_images_is_named(model: Path, tmp_path: Path) -> None:

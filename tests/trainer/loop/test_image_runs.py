@@ -24,14 +24,14 @@ pytestmark = pytest.mark.oracle
 LR = 0.1
 WORD = "<|image_pad|>"
 STEP = (
-    f"--train-iters 1 --global-batch-size 1 --seq-length 288 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 "
+    f"--train-iters 1 --global-batch-size 1 --seq-length 448 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 "
     f"--lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --metrics-file metrics.jsonl "
     "--distributed-timeout-minutes 1 --save run"
 )
 """One step, with all chats in its one sample. The weights change by the gradients."""
 IMAGES = (("0.png",), ("1.png", "2.png"), (), ("3.png",))
 """The images of the chats."""
-BESIDE = ("visual", "vision_tower", "projector")
+BESIDE = ("visual", "vision_tower", "projector", "embed_vision")
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         "--context-parallel-size 2",
     ],
 )
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "gemma3", "gemma4_small"])
 def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:
     """The further vectors of Qwen3-VL's encoder are added on the ranks of the first layers."""
     make(kind, tmp_path)
@@ -181,7 +181,7 @@ def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
     assert "the encoder of hf reads the images" in log
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "mistral3", "gemma3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "mistral3", "gemma3", "gemma4"])
 def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
     kind: str, tmp_path: Path
 ) -> None:
@@ -277,7 +277,7 @@ def test_ranks_without_an_image_train_beside_ranks_with_some(tmp_path: Path) -> 
     """Two data-parallel ranks, two sequences in a microbatch, several microbatches: the losses of one process."""
     make("qwen3_vl", tmp_path)
     flags = STEP.replace(
-        "--global-batch-size 1 --seq-length 288", "--global-batch-size 8 --seq-length 96"
+        "--global-batch-size 1 --seq-length 448", "--global-batch-size 8 --seq-length 96"
     )
     flags = f"finetune --load hf --finetune-data data/chats.jsonl {flags} --micro-batch-size 2"
     train(tmp_path, 1, flags)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lite.models.pictures import joint_of
-from megatron_lite.models.scored_attention import Visibility
+from megatron_lite.models.scored_attention import Rules, Visibility
 from tests.trainer.parallel.small import FULL, SELECTIVE, Case
 from tests.trainer.parallel.test_layouts import compare
 from tests.trainer.parallel.worlds import World
@@ -49,10 +49,10 @@ def test_joint_tokens_attend_to_each_other_in_their_document(window: int | None)
     seen = Visibility(
         positions, positions, (documents, documents), in_order=False, joint=(joint, joint)
     )
-    keys = seen.reach(slice(4, 8), window, None)
-    found = torch.cat(
-        [seen.block(part, keys, window, None) for part in (slice(0, 4), slice(4, 12))], 1
-    )
+    rules = Rules(joint=True)
+    keys = seen.reach(slice(4, 8), window, rules)
+    parts = slice(0, 4), slice(4, 12)
+    found = torch.cat([seen.block(part, keys, window, rules) for part in parts], 1)
     for query in range(12):
         for key in range(12):
             expected = key <= query or bool(joint[0, query] == joint[0, key] >= 0)
