@@ -15,7 +15,7 @@ from typing import Any
 
 from formats.regular_files import read_small
 from megaconv import hub_headers
-from megaconv.errors import CheckpointError, UsageError
+from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.local_paths import local_path
 from megaconv.store_inputs import is_store, stand_in
 
@@ -33,6 +33,8 @@ _PAGE = re.compile(
 _NOT_MODELS = ("datasets/", "spaces/", "api/", "docs/")
 _CACHED = "models--"
 _REF_BYTES = 4096
+_LISTED = 3
+"""The largest number of files that a message names."""
 _VARIANTS = ("*.fp16*", "*.fp32*", "*.bf16*", "*.non_ema*")
 """Files that hold the weights a second time, in another dtype."""
 _PATTERNS = [
@@ -95,6 +97,15 @@ def resolve(place: str | Path, *, cache: bool = False) -> Place:
             f"{place}: is not a Hub id; expected hf://organisation/name or hf://organisation/name@revision"
         )
     return _fetch(place, name, revision or None, cache=cache)
+
+
+def hub_id(place: str) -> tuple[str, str | None] | None:
+    """The repository and the revision that a place on the Hub names; None for any other place."""
+    is_named = place.startswith(_SCHEME) or not Path(place).exists()
+    name, _, revision = place.removeprefix(_SCHEME).partition("@")
+    if is_named and _NAME.fullmatch(name) and "/" in name:
+        return name, revision or None
+    return None
 
 
 def require_input(place: str) -> None:
@@ -249,6 +260,7 @@ def _fetch(place: str, name: str, revision: str | None, *, cache: bool) -> Path:
         found = HfApi().model_info(name, revision=revision, timeout=timeout)
         files = [sibling.rfilename for sibling in found.siblings or ()]
         skip = [*_skipped(files), *_NEVER]
+        _require_model(place, name, files, skip)
         if not cache and (by_ranges := _by_ranges(place, name, str(found.sha), files, skip)):
             return by_ranges
         return Path(
@@ -256,6 +268,8 @@ def _fetch(place: str, name: str, revision: str | None, *, cache: bool) -> Path:
                 name, revision=revision, allow_patterns=_PATTERNS, ignore_patterns=skip
             )
         )
+    except UnknownFormat:
+        raise
     except (
         Exception
     ) as error:  # the client's network errors have no common class with its other errors
@@ -280,6 +294,18 @@ def _fetch(place: str, name: str, revision: str | None, *, cache: bool) -> Path:
             raise _not_found(
                 place, reason, restricted=hub_headers.status_of(error) == 403
             ) from error
+
+
+def _require_model(place: str, name: str, files: Sequence[str], skip: Sequence[str]) -> None:
+    """Raise UnknownFormat if a repository has no file of a Hugging Face model."""
+    if any(_fits(file, _PATTERNS) and not _fits(file, skip) for file in files):
+        return
+    shown = ", ".join(files[:_LISTED]) + (", ..." if len(files) > _LISTED else "")
+    has = f"it has {shown}" if files else "it is empty"
+    raise UnknownFormat(
+        f"{place}: the repository has no file of a Hugging Face model ({has}); give a branch that has one ({name}@BRANCH), "
+        f"or download the files (hf download {name}) and give their local path"
+    )
 
 
 def _not_found(place: str, reason: str, *, restricted: bool) -> CheckpointError:

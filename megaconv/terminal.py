@@ -89,7 +89,11 @@ def folded(line: str, width: int | None, indent: int | None = None) -> list[str]
 
 
 def log_to_stderr(name: str) -> None:
-    """Write warnings to stderr, as lines that begin with this name. Each message is written once."""
+    """Write warnings to stderr, as lines that begin with this name. Each message is written once.
+
+    Call it before the import of the Hub's client. The client would write its warnings a second time, in a form of its own.
+    """
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_OneLine(f"{name}: %(level)s: %(message)s"))
     handler.addFilter(_Once())

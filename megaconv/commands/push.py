@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from formats.ceilings import RECORD_BYTES
+from formats.ceilings import CONFIG_BYTES, RECORD_BYTES
 from formats.partial_files import fetch_whole
-from formats.regular_files import read_small
+from formats.regular_files import read_json, read_small
 from megaconv import registry
+from megaconv.adapters.peft_files import adapter_directory
 from megaconv.commands.hub_commit import PushReport, apart, commit, hub_client, hub_errors
 from megaconv.commands.hub_files import Hashes, files_to_push, hashes_of_content, hashes_of_file
 from megaconv.commands.model_card import CARD, describe, published_record
@@ -39,6 +40,8 @@ _log = logging.getLogger("megaconv")
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ADAPTER = "adapter_config.json"
+_RUN = frozenset(("optimizer.safetensors", "trainer_state.json"))
+"""Files beside an adapter with which the trainer continues its run."""
 
 
 def push(
@@ -52,6 +55,8 @@ def push(
     require_repository(repository)
     is_stored = is_store(str(directory))
     path = stand_in(str(directory)) if is_stored else local_path(directory)
+    if not options.as_is:
+        path = adapter_directory(path)
     kind = _kind(path)
     if not dry_run:
         require_token(repository)
@@ -124,6 +129,8 @@ def _push_files(
     notices = list[str]()
     made: dict[str, bytes] = {}
     is_signed = SIGNATURE_NAME in files
+    if kind == "peft" and not options.as_is:
+        files = _without_run(path, files, notices)
     if kind != "peft":
         found = Input(str(path), path, registry.loader(kind))
         source = open_source(
@@ -146,6 +153,21 @@ def _push_files(
     with hub_errors(repository):
         report = apart(lambda: commit(repository, files, hashes, made, notices, options))
     return replace(report, missing=missing)
+
+
+def _without_run(path: Path, files: dict[str, Path], notices: list[str]) -> dict[str, Path]:
+    """The files of an adapter, without those with which the trainer continues its run. Adds notices about them and the base."""
+    described = read_json(path / _ADAPTER, CONFIG_BYTES)
+    base = described.get("base_model_name_or_path") if isinstance(described, dict) else None
+    if isinstance(base, str) and base and Path(base).exists():
+        notices.append(
+            f"{path / _ADAPTER}: names the base model {base}, a path of this machine: write the base's name on the Hub into "
+            "base_model_name_or_path, so that others can load the adapter"
+        )
+    if not set(files) >= _RUN:
+        return files
+    notices.append(f"{path}: left out {listing(sorted(_RUN))}, which only continue the run")
+    return {name: file for name, file in files.items() if name not in _RUN}
 
 
 def _signed_notices(path: Path, hashes: Mapping[str, Hashes]) -> list[str]:

@@ -30,6 +30,7 @@ from megaconv.adapters.peft_files import CONFIG
 from megaconv.adapters.targets import INSIDE, weights_of
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import family, has_text_only
+from megaconv.hub import hub_id
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapters import HeldTensor
 from megatron_lite.models.lora.shares import Module, modules_of
@@ -114,10 +115,12 @@ def _described(modules: Sequence[Module], options: LoRA, base: str) -> dict[str,
 
     A module is listed by the last two words of its path: one word is ambiguous (GPT-2 has two modules named c_proj).
     """
+    # peft knows no `hf://`, and has a field of its own for the revision.
+    name, revision = hub_id(base) or (base, None)
     linear = [module for module in modules if module.parameter is None]
     parameters = [module for module in modules if module.parameter is not None]
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": options.rank,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name, "revision": revision, "r": options.rank,
         "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora, "bias": "none",
         "inference_mode": True, "fan_in_fan_out": any(module.transposed for module in linear), "init_lora_weights": True,
         "target_modules": sorted({_last_two(module.path) for module in linear}),

@@ -396,3 +396,10 @@ def test_one_set_of_weights_is_downloaded(
     online.commits[COMMITS["main"]] |= dict.fromkeys(others, b'{"of": "its own"}')
     assert megaconv("fingerprint", "org/name").status == 0
     assert [name in online.downloaded for name in others] == [not skipped] * len(others)
+
+
+@pytest.mark.parametrize("file", ["model-Q4_K_M.gguf", "README.md"])
+def test_a_repository_without_a_model_is_reported_with_its_files(online: Hub, file: str) -> None:
+    online.commits[COMMITS["main"]] = {file: b"GGUF"}
+    outcome = megaconv("inspect", "hf://org/name")
+    assert_refused(outcome, 3, "hf://org/name", file, "org/name@BRANCH", "hf download org/name")

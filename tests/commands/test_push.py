@@ -83,6 +83,7 @@ def test_push_uploads_every_byte_and_a_second_push_does_nothing(hub: Hub, model:
     assert "no licence" in report["notices"][0]
     again = push(model, NAME)
     assert (again.status, "nothing to do" in again.out) == (0, True), again.err
+    assert "No files have been modified" not in again.err
     assert len(hub.commits) == 2  # the one that made the repository, and ours
 
 
@@ -287,3 +288,36 @@ def test_a_sealed_model_is_pushed_as_it_was_signed(hub: Hub, model: Path, tmp_pa
     (sealed / "notes.txt").write_text("added later")
     refused = push(sealed, NAME)
     assert_refused(refused, 4, "is not as it was signed: notes.txt")
+
+
+@pytest.fixture
+def adapter_run(tmp_path: Path, model: Path) -> Path:
+    """A run of the trainer that has saved an adapter."""
+    version = tmp_path / "run" / "iter_0000003"
+    version.mkdir(parents=True)
+    for name in ("adapter_model.safetensors", "optimizer.safetensors", "trainer_state.json"):
+        (version / name).write_text(name)
+    described = {"peft_type": "LORA", "base_model_name_or_path": str(model)}
+    (version / "adapter_config.json").write_text(json.dumps(described))
+    (version.parent / "latest_checkpointed_iteration.txt").write_text("3")
+    return version.parent
+
+
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_a_run_that_trains_an_adapter_is_pushed_without_its_optimizer(
+    hub: Hub, adapter_run: Path, model: Path
+) -> None:
+    outcome = push(adapter_run, NAME)
+    assert outcome.status == 0, outcome.err
+    assert sorted(hub.files(NAME)) == [".gitattributes", *ADAPTER]
+    assert f"names the base model {model}, a path of this machine" in outcome.err
+    assert "iter_0000003: left out optimizer.safetensors, trainer_state.json" in outcome.err
+
+
+def test_all_files_of_an_adapter_are_pushed_as_they_are(hub: Hub, adapter_run: Path) -> None:
+    version = adapter_run / "iter_0000003"
+    assert push(version, NAME, "--as-is").status == 0
+    files = hub.files(NAME)
+    assert {name: files[name] for name in files if name != ".gitattributes"} == contents(version)

@@ -281,6 +281,25 @@ def test_all_linear_leaves_out_the_matrix_of_mamba_that_peft_refuses() -> None:
     assert found["out_proj",] == {"out_proj"}
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "revision"),
+    [
+        ("hf://org/model", "org/model", None),
+        ("hf://org/model@v2", "org/model", "v2"),
+        ("org/model@v2", "org/model", "v2"),
+        ("models/of/mine", "models/of/mine", None),
+    ],
+)
+def test_an_adapter_names_its_base_on_the_hub_as_peft_does(
+    base: str, name: str, revision: str | None
+) -> None:
+    engine = make(Case("nemotron-h", lora=LoRA(2, 4.0)))
+    weights = {key.name: tensor for key, tensor in gather_adapters(engine).items()}
+    files = adapter_files(weights, engine.config, LoRA(2, 4.0), base)
+    described = json.loads(files["adapter_config.json"])
+    assert (described["base_model_name_or_path"], described["revision"]) == (name, revision)
+
+
 def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     engine = make(case)
     for step in range(3):
