@@ -4,8 +4,9 @@ continues."""
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from threading import Event
 
 from formats.wording import counted
@@ -14,6 +15,8 @@ from megatron_lite.data.harmony import begins_answer
 from megatron_lite.inference.answer import Answer, PlainAnswer, Said
 from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.commands.chat import HELP, RAW_HELP
+from megatron_lite.inference.conversation import Conversation
+from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.generating import sampling_of
 from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.opening import Opened, run
@@ -56,21 +59,20 @@ def _talk(opened: Opened, batch: RunningBatch, given: argparse.Namespace) -> Non
     begin = [{"role": "system", "content": given.system}] if given.system else []
     # This raises if there is no usable chat template.
     encode_chat(opened.tokenizer, [*begin, {"role": "user", "content": "?"}])
-    messages = list(begin)
+    talk = Conversation(opened.images, begin)
     for line in _lines(opened):
-        if not line:
-            continue
-        if line == "/new":
-            messages = list(begin)
-            continue
-        messages.append({"role": "user", "content": line})
         try:
-            answer = _answer(opened, batch, given, encode_chat(opened.tokenizer, messages))
+            if not talk.hear(line):
+                continue
+        except UsageError as error:
+            print(error, file=sys.stderr)
+            continue
+        try:
+            prompt = encode_chat(opened.tokenizer, talk.messages, shown=talk.shown)
+            talk.answered(_answer(opened, batch, given, prompt, talk.pictures))
         except (UsageError, NotFinite) as error:
             print(f"{error}; /new begins another conversation", file=sys.stderr)
-            messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": answer})
+            talk.unanswered()
 
 
 def _lines(opened: Opened) -> Iterator[str]:
@@ -94,7 +96,11 @@ def _lines(opened: Opened) -> Iterator[str]:
 
 
 def _answer(
-    opened: Opened, batch: RunningBatch, given: argparse.Namespace, prompt: tuple[int, ...]
+    opened: Opened,
+    batch: RunningBatch,
+    given: argparse.Namespace,
+    prompt: tuple[int, ...],
+    pictures: Sequence[Picture] = (),
 ) -> str:
     """Print what the model makes of the prompt's tokens, and return its text. Raises UsageError, NotFinite."""
     if not prompt:
@@ -106,7 +112,8 @@ def _answer(
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
     answer, text = begun_answer(opened, given, prompt), ""
-    number = batch.add(Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops))
+    asked = Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops)
+    number = batch.add(replace(asked, pictures=tuple(pictures)))
     thinks = False
     with _interruptible(opened) as interrupted:
         for step in steps(batch):

@@ -204,6 +204,15 @@ def add_drafting(parser: Parser) -> None:
     )
 
 
+def add_images(parser: Parser) -> None:
+    """Add the flag of images."""
+    parser.add_argument(
+        "--image-encoder",
+        metavar="DIR",
+        help="the multimodal model that reads images, if the model is a checkpoint of its language model",
+    )
+
+
 def add_streaming(parser: Parser) -> None:
     """Add the flags of a model that is not held in memory."""
     parser.add_argument(

@@ -17,7 +17,9 @@ from megaconv.errors import LayoutError
 from megatron_lite.engine import Engine
 from megatron_lite.inference.adapters import BASE, AdapterBank
 from megatron_lite.inference.cache import SlotCache
+from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.rows_together import batches, fitting, padded
+from megatron_lite.inference.shown_images import Seen, ShownImages
 from megatron_lite.inference.slots import Feed, Scored, judge, require_known
 from megatron_lite.inference.turns import (
     Turn,
@@ -58,6 +60,8 @@ class EngineModel:
         self.engine, self.slots, self.length = engine, slots * engine.grid.dp, length
         self.grid, self.vocab = engine.grid, engine.config.vocab
         self.adapters = adapters
+        self.images: ShownImages | None = None
+        """The images of rows, on every rank of a multimodal model."""
         self.copied = range(0, self.slots, self.grid.dp)
         self._joint = self.grid.layout.ep > 1 and self.grid.dp > 1
         """True if data-parallel ranks must make their passes together."""
@@ -95,10 +99,12 @@ class EngineModel:
         if len(set(wanted)) > 1:
             return self._extend_by_adapter(feeds, wanted)
         for feed in feeds:
-            require_known(feed.tokens, self.vocab)
+            require_known(without_images(feed.tokens), self.vocab)
             continues = feed.start in (0, self._used[feed.slot])
             assert continues or not self.recurrent, "a state can't drop its last tokens"
         self._adapt(wanted[0])
+        if self.images is not None:
+            self.images.show_missing(feeds)
         for feed in feeds:
             self._used[feed.slot] = feed.start + len(feed.tokens)
         found = self._take([Turn.EXTEND, *words_of_feeds(feeds)])
@@ -211,6 +217,9 @@ class EngineModel:
                 self.adapters.select(rest[0])
             if turn == Turn.FORGET:
                 self._forget(rest)
+            if turn == Turn.SHOW:
+                assert self.images is not None
+                self.images.receive(*rest)
         return None
 
     def _copy(self, slots: list[int], used: int) -> None:
@@ -220,6 +229,8 @@ class EngineModel:
         own = [slot // self.grid.dp for slot in slots]
         count = len(own) // 2
         self.cache.copy(own[:count], own[count:], used)
+        if self.images is not None:
+            self.images.copy(own[:count], own[count:])
 
     def _forget(self, slots: list[int]) -> None:
         dp, dp_rank = self.grid.dp, self.grid.dp_rank
@@ -308,11 +319,12 @@ class EngineModel:
     def _hidden(self, feeds: Sequence[Feed]) -> tuple[Network, Tensor] | None:
         """Return (the last chunk, activations [tokens, feeds, hidden] after its final norm) on the last stage, None on others."""
         device = self.grid.device
-        tokens = padded([feed.tokens for feed in feeds]).to(device)
+        tokens = padded([feed.tokens for feed in feeds])
+        seen = Seen(tokens.to(device)) if self.images is None else self.images.see(feeds, tokens)
         slots = [feed.slot for feed in feeds]
         starts = [feed.start for feed in feeds]
         positions = self.cache.select(slots, starts, tokens.shape[1], device)
-        return self.engine.last_stage(Microbatch(tokens, tokens, positions=positions), self.cache)
+        return self.engine.last_stage(seen.microbatch(positions), self.cache)
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """Return float64 [tokens, 2 + 2 top] of all rows, concatenated; `score` splits it."""

@@ -33,8 +33,10 @@ from megatron_lite.inference.adapters import (
     read_adapters,
 )
 from megatron_lite.inference.drafting_model import DraftingModel
+from megatron_lite.inference.gallery import TEXT_ALONE, Images
 from megatron_lite.inference.generation_config import sampling_of_generation
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.opening_images import open_images
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.inference.quantizing import check_quantize, load_quantized
 from megatron_lite.inference.sampling import PLAIN, Sampling
@@ -74,6 +76,7 @@ class Opened:
     """The sampling of generation_config.json."""
     retrieving: LanguageModel | None = None
     """The same model with neighbors of chunks, which answers instead of `model`."""
+    images: Images = TEXT_ALONE
 
     @property
     def answering(self) -> LanguageModel:
@@ -146,9 +149,13 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, files))
     sampling = all_or_none(lambda: sampling_of_generation(files))
     model = _model(given, found)
-    return Opened(
+    opened = Opened(
         model, found.config, found.tokenizer, stops, given.load, place.store, names, sampling
     )
+    if not hasattr(given, "image_encoder"):
+        return opened
+    images = all_or_none(lambda: open_images(given, model, found.tokenizer))
+    return replace(opened, images=images)
 
 
 def _model(given: argparse.Namespace, found: OpenedEngine) -> EngineModel:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.beams import BeamRules
+from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.sampling import PLAIN, Sampling
 
@@ -25,6 +26,8 @@ class Request:
     """See slots.Feed."""
     grammar: Grammar | None = None
     """The form of the answer; a beam search ignores it."""
+    pictures: tuple[Picture, ...] = ()
+    """The images in the prompt, which stay known until the request has ended."""
 
     @property
     def rows(self) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megaconv.errors import UsageError
+from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.models.rng import mix
 
 GREEDY_BELOW = 1e-5
@@ -107,7 +108,7 @@ def choose(
 
 def penalize(logits: Tensor, row: Sequence[int], penalty: float) -> Tensor:
     """Apply the repetition penalty. logits [vocabulary]; row: all tokens so far, including the prompt."""
-    seen = torch.tensor(sorted(set(row)), dtype=torch.int64)
+    seen = torch.tensor(sorted(set(without_images(row))), dtype=torch.int64)
     found = logits[seen]
     changed = logits.clone()
     changed[seen] = torch.where(found < 0, found * penalty, found / penalty)

@@ -25,6 +25,7 @@ class Turn(IntEnum):
     ADAPT = 6
     VERIFY = 7
     DRAFT = 8
+    SHOW = 9
 
 
 def send(words: list[int], grid: Grid) -> None:

@@ -53,7 +53,7 @@ class ImageChats(Objective):
         reader = _reader(data)
         if reader is None:
             return plain
-        _require_same_width(reader, setup.config)
+        require_same_width(reader, setup.config)
         encoder = None
         if _reads_images(engine, deepest(reader.config)):
             encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
@@ -63,7 +63,7 @@ class ImageChats(Objective):
                 f"the encoder of {reader.directory} reads the images: {encoder.parameters:,} parameters on this rank, not trained"
             )
         reader.keeps_ready = encoder is not None
-        axes = _axes(reader, setup.config)
+        axes = axes_tensor(reader, setup.config)
         return ImageFeeder(
             **vars(plain),
             reader=reader,
@@ -112,7 +112,11 @@ class ImageFeeder(Feeder):
 
 def multimodal_model(settings: Settings) -> Path | None:
     """Return the model that may read images: --image-encoder, or --load if it is multimodal. Raises UsageError."""
-    asked, load = settings.data.image_encoder, settings.checkpointing.load
+    return multimodal_directory(settings.data.image_encoder, settings.checkpointing.load)
+
+
+def multimodal_directory(asked: str | None, load: str | None) -> Path | None:
+    """See multimodal_model. asked: --image-encoder."""
     if asked is not None:
         if not has_text_only(Path(asked)):
             raise UsageError(
@@ -130,7 +134,7 @@ def _reader(data: ExampleData) -> ImageReader | None:
     return None
 
 
-def _require_same_width(reader: ImageReader, config: ModelConfig) -> None:
+def require_same_width(reader: ImageReader, config: ModelConfig) -> None:
     """Raise UsageError if the encoder's vectors don't fit the trained model."""
     width = reader.width
     if width is not None and width != config.hidden:
@@ -152,7 +156,7 @@ def _reads_images(engine: Engine, layers: int) -> bool:
     )
 
 
-def _axes(reader: ImageReader, config: ModelConfig) -> Tensor | None:
+def axes_tensor(reader: ImageReader, config: ModelConfig) -> Tensor | None:
     """Return ImageFeeder.axes_of_pairs."""
     if reader.axes is None:
         return None

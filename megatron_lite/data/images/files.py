@@ -124,7 +124,7 @@ def read_image(given: Any, directory: Path) -> ImageFile:
     if not isinstance(given, str) or not given:
         raise BadRecord(f"has an image that is no path, found {type(given).__name__}")
     if given.startswith("data:"):
-        return ImageFile(_decoded(given))
+        return ImageFile(read_data_uri(given))
     if given.startswith("file://"):
         return ImageFile(_path_of_uri(given, directory))
     if _ADDRESS.match(given):
@@ -139,7 +139,7 @@ def _path_of_uri(uri: str, directory: Path) -> Path:
     return literal if "%" not in path or literal.is_file() else directory / unquote(path)
 
 
-def _decoded(uri: str) -> bytes:
+def read_data_uri(uri: str) -> bytes:
     """Return the bytes of a data URI. Raises BadRecord."""
     head, comma, body = uri.partition(",")
     if not comma or not head.endswith(";base64"):

@@ -24,13 +24,13 @@ def positions_of(tokens: int, images: Iterable[tuple[int, Grid]]) -> NDArray[np.
         found[place:start] = position + np.arange(text)[:, None]
         position += text
         place = start + grid.tokens
-        found[start:place] = position + _patches(grid)
+        found[start:place] = position + patches(grid)
         position += max(grid.rows, grid.columns)
     found[place:] = position + np.arange(tokens - place)[:, None]
     return found
 
 
-def _patches(grid: Grid) -> NDArray[np.int64]:
+def patches(grid: Grid) -> NDArray[np.int64]:
     """Return int64 [tokens, 3]: frame, row and column of each patch, row by row."""
     axes: NDArray[np.int64] = np.indices(tuple(grid))
     return axes.reshape(3, -1).T

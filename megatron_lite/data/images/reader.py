@@ -114,6 +114,11 @@ class ImageReader:
         number = min(range(len(self._sizes)), key=lambda number: math.prod(self._sizes[number]))
         return self._processed(_blank(self._sizes[number])), self.tokens(number)
 
+    def read(self, file: ImageFile, words: Words) -> tuple[Written, Inputs]:
+        """Return the text of an image, and the encoder's input, without giving it a number. Raises as `add` does."""
+        inputs = self._inputs(file.open(), file)
+        return self._write(inputs, words), inputs
+
     @property
     def axes(self) -> Axes | None:
         """See ImageKind."""

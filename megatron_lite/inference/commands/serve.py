@@ -1,7 +1,7 @@
 """Flags of `megatron-lite serve`."""
 
 from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, add_drafting, command, make_parser
+from megatron_lite.inference.flags import Parser, add_drafting, add_images, command, make_parser
 from megatron_lite.inference.server import thinking_forms
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE, NAMES
 
@@ -89,6 +89,7 @@ def parser() -> Parser:
         metavar="SECONDS",
         help="that answers have to end in after SIGTERM (30)",
     )
+    add_images(made)
     add_drafting(made)
     return made
 

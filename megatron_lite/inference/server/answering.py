@@ -5,6 +5,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import template_for_tools
 from megatron_lite.inference.sampling import Likelihood
@@ -73,7 +74,8 @@ class Answering:
         if wanted.harmony is not None:
             return found if self.reasoning else without_reasoning(found)
         if self._separates(wanted):
-            prompt = self.opened.tokenizer.spelled(wanted.prompts[0][-_OF_MARK:])
+            end = without_images(wanted.prompts[0][-_OF_MARK:])
+            prompt = self.opened.tokenizer.spelled(end)
             found = with_reasoning(found, self._thinking_forms, prompt)
         if wanted.tools is None:
             return found

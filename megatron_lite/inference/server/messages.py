@@ -4,10 +4,14 @@ from typing import Any
 
 from megatron_lite.data.tool_calls import with_parsed_arguments
 from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.image_parts import read_image_url
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, with texts as contents. Raises Refused."""
+    """Return the messages of a conversation. Raises Refused.
+
+    A content is a text. With an image, it is a list of parts (see with_pictures).
+    """
     if not isinstance(value, list) or not value:
         instead = "it is missing" if value is None else f"found {value!r:.60}"
         raise Refused(f"messages should be a list of one message or more; {instead}", "messages")
@@ -25,13 +29,29 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _content(value: Any, number: int) -> str:
+def _content(value: Any, number: int) -> str | list[dict[str, Any]]:
+    """Return a text, or parts if there is an image among them."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in value
-    ):
-        return "".join(str(part.get("text", "")) for part in value)
-    raise Refused(
+    if not isinstance(value, list):
+        raise _refused(value, number)
+    parts = [_part(part, number) for part in value]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: Any, number: int) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        return {"type": "text", "text": str(part.get("text", ""))}
+    if kind == "image_url":
+        image = read_image_url(part.get("image_url"), f"message {number}")
+        return {"type": "image", "image": image}
+    raise _refused(part, number)
+
+
+def _refused(value: Any, number: int) -> Refused:
+    return Refused(
         f"the content of message {number} should be text, found {value!r:.60}", "messages"
     )

@@ -7,7 +7,9 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megatron_lite.data.harmony import Marks, begins_answer
+from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.grammar import Grammar
+from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.inference.requests import Request, check
@@ -24,6 +26,7 @@ from megatron_lite.inference.server.answer_form import (
 )
 from megatron_lite.inference.server.errors import NoRoom, Refused, UnknownModel
 from megatron_lite.inference.server.fields import Fields
+from megatron_lite.inference.server.image_parts import with_pictures
 from megatron_lite.inference.server.messages import read_messages
 from megatron_lite.inference.server.template_variables import read_variables
 from megatron_lite.inference.server.tools import Tools, read_tools
@@ -60,6 +63,8 @@ class Wanted:
     """See slots.Feed."""
     grammar: Grammar | None = None
     """The form of the answers."""
+    pictures: tuple[Picture, ...] = ()
+    """The images of the prompts."""
     tools: Tools | None = None
     harmony: Marks | None = None
     """The special tokens of an answer in harmony, GPT-OSS' format; None for another answer."""
@@ -88,6 +93,7 @@ class Wanted:
                     self.log_probs,
                     adapter=self.adapter,
                     grammar=self.grammar,
+                    pictures=self.pictures,
                 )
                 found.append(request)
         return found
@@ -123,10 +129,10 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     """Read a request of /v1/chat/completions. Raises Refused."""
     tools = read_tools(fields)
     offered = () if tools is None else tools.described
-    messages = read_messages(fields.any("messages"))
+    messages, shown = with_pictures(read_messages(fields.any("messages")), opened.images)
     variables = read_variables(fields, opened.tokenizer, offered)
     try:
-        prompt = encode_chat(opened.tokenizer, messages, offered, variables=variables)
+        prompt = encode_chat(opened.tokenizer, messages, offered, variables=variables, shown=shown)
     except UsageError as error:
         raise Refused(str(error), "messages") from error
     fields.only({"modalities": (["text"],)})
@@ -142,6 +148,8 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     if harmony is not None and not begins_answer(prompt, harmony):
         harmony = None
     wanted = _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony)
+    if shown is not None:
+        wanted = replace(wanted, pictures=tuple(shown.pictures))
     return wanted if tools is None else _with_tools(wanted, tools, opened)
 
 
@@ -181,7 +189,7 @@ def _shared(
     fields.finish()
     for prompt in prompts:
         try:
-            require_known(prompt, opened.config.vocab)
+            require_known(without_images(prompt), opened.config.vocab)
         except UsageError as error:  # the tokenizer may have more tokens than the model
             raise Refused(str(error), "prompt") from error
         try:

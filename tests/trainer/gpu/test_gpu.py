@@ -16,6 +16,7 @@ from megatron_lite.models.moe.grouped import grouped_linear
 from megatron_lite.models.state_space.kernels import CONVOLUTION, DELTA, KIMI_DELTA, SCAN, installed
 from megatron_lite.products.transformer_engine import has_transformer_engine
 from megatron_lite.settings.options import FP8
+from tests.trainer.inference.illustrated import in_layout
 from tests.trainer.loop.launches import LLAMA, MIXTRAL, metrics, train
 from tests.trainer.multimodal import create, write_chats
 from tests.trainer.parallel.small import MODELS, Case, batches
@@ -168,6 +169,18 @@ def test_a_command_learns_from_images_as_on_a_cpu(kind: str, tmp_path: Path) -> 
     found, expected = runs
     assert len(found) == 5
     assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
+def test_a_prompt_with_images_has_the_logits_of_a_cpu(kind: str, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    create(kind, tmp_path / "hf")
+    write_chats(tmp_path / "data")
+    found, expected = (in_layout(0, tmp_path, 1, 1, 1, device) for device in (GPU, CPU))
+    assert found is not None
+    assert expected is not None
+    for of_gpu, of_cpu in zip(found, expected, strict=True):
+        assert (of_gpu - of_cpu).abs().max() <= 1e-3 * of_cpu.abs().max()
 
 
 def test_muon_on_a_gpu_trains_as_on_a_cpu() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.batching import Step
+from megatron_lite.inference.gallery import TEXT_ALONE
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import PLAIN
 from megatron_lite.inference.server.worker import Ticket
@@ -75,7 +76,7 @@ def answered_at(
 
     worker: Any = ForcedWorker(tokenizer, texts)
     opened: Any = SimpleNamespace(
-        tokenizer=tokenizer, stop_ids=frozenset([0]), adapters=(), harmony=None, sampling=PLAIN,
+        tokenizer=tokenizer, stop_ids=frozenset([0]), adapters=(), harmony=None, sampling=PLAIN, images=TEXT_ALONE,
         model=SimpleNamespace(length=4096), config=SimpleNamespace(vocab=tokenizer.vocab_size),
     )  # fmt: skip
     app = Server(opened, worker, "tiny", Limits(1 << 20, 60.0), **options).app()

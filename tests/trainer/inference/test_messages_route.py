@@ -194,7 +194,12 @@ def test_the_blocks_of_an_answer_go_back_as_the_messages_of_a_chat(
         (["a"], None, "message 0 should be an object with one of the roles user, assistant"),
         ([{"role": "tool", "content": "a"}], None, "message 0 should be an object with one of"),
         ([{"role": "user", "content": 3}], None, "the content of message 0 should be a text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], None, "message 0 has a block of the"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            None,
+            "the source of an image in message 0",
+        ),
+        ([{"role": "user", "content": [{"type": "video"}]}], None, "message 0 has a block of the"),
         ([{"role": "user", "content": [{"type": "text"}]}], None, "a text of message 0 needs the"),
         ([{"role": "assistant", "content": "a"}], None, "the last message is the assistant's"),
         (QUESTION, 3, "system should be a text or a list of blocks"),

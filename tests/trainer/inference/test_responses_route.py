@@ -187,8 +187,8 @@ def test_items_of_one_answer_become_one_message() -> None:
         ([{"role": "tool", "content": "a"}], "the role of item 0 of input should be one of user"),
         ([{"role": "user", "content": 3}], "the content of item 0 of input should be a text"),
         (
-            [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}],
-            "the content of item 0 of input should have parts with a text, found 'input_image'",
+            [{"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}],
+            "the content of item 0 of input should have parts with a text, found 'input_file'",
         ),
         ([{"type": "function_call", "name": "a"}], "item 0 of input needs the text arguments"),
         ([{"type": "function_call_output", "output": "a"}], "item 0 of input needs the text call"),

@@ -69,22 +69,44 @@ def _call(block: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _others(role: str, blocks: list[dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
     """Yield the messages of a user's or the system's blocks. Each result of a tool is a message of its own."""
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     for block in blocks:
         kind = block["type"]
         if kind == "text":
-            texts.append(_word(block, "text", name))
+            parts.append({"type": "text", "text": _word(block, "text", name)})
+        elif kind == "image" and role == "user":
+            parts.append(_image(block, name))
         elif kind == "tool_result" and role == "user":
-            if texts:
-                yield {"role": role, "content": "".join(texts)}
-                texts = []
+            if parts:
+                yield {"role": role, "content": _joined(parts)}
+                parts = []
             call = _word(block, "tool_use_id", name)
             content = _text(block.get("content") or "", f"a result of {name}", FIELD)
             yield {"role": "tool", "tool_call_id": call, "content": content}
         else:
             raise _unknown(kind, name)
-    if texts or not blocks:
-        yield {"role": role, "content": "".join(texts)}
+    if parts or not blocks:
+        yield {"role": role, "content": _joined(parts)}
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Return one text, or the parts if there is an image among them."""
+    if any(part["type"] != "text" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _image(block: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return an image as a part of a chat's message."""
+    source = block.get("source")
+    kind = source.get("type") if isinstance(source, dict) else None
+    if not isinstance(source, dict) or kind != "base64":
+        raise Refused(
+            f"the source of an image in {name} should be of the type base64, found {kind!r:.60}",
+            FIELD,
+        )
+    uri = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": uri}}
 
 
 def _text(content: Any, name: str, field: str) -> str:

@@ -58,9 +58,14 @@ class _Conversation:
             )
 
     def _add_message(self, item: Mapping[str, Any], name: str) -> None:
-        role, content = item.get("role"), _text(item.get("content"), f"the content of {name}")
+        role, where = item.get("role"), f"the content of {name}"
         if role not in _ROLES:
             raise Refused(f"the role of {name} should be one of {', '.join(_ROLES)}", FIELD)
+        if role == "user":
+            shown = _with_images(item.get("content"), where)
+            self.messages.append({"role": role, "content": shown, **self._thinking_of(role)})
+            return
+        content = _text(item.get("content"), where)
         first = self.messages[0] if len(self.messages) == 1 else {}
         if role in _SYSTEM and first.get("role") == "system":
             first["content"] += f"\n\n{content}"
@@ -108,6 +113,23 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, list):
         raise Refused(f"{name} should be a text or a list of parts, found {value!r:.60}", FIELD)
     return "".join(_part(part, name) for part in value)
+
+
+def _with_images(value: Any, name: str) -> str | list[dict[str, Any]]:
+    """Return a text, or the parts of a chat's message if there is an image among them."""
+    images = isinstance(value, list) and any(map(_is_image, value))
+    if not images:
+        return _text(value, name)
+    return [
+        {"type": "image_url", "image_url": part.get("image_url")}
+        if _is_image(part)
+        else {"type": "text", "text": _part(part, name)}
+        for part in value
+    ]
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "input_image"
 
 
 def _part(part: Any, name: str) -> str:

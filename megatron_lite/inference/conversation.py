@@ -1,0 +1,64 @@
+"""A conversation on the terminal: messages with texts and images."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.data.images.files import ImageFile
+from megatron_lite.inference.gallery import Images, Picture
+from megatron_lite.inference.prompts import Shown
+
+NEW, IMAGE = "/new", "/image "
+Message = Mapping[str, Any]
+
+
+class Conversation:
+    """The messages so far, and the images for the next one."""
+
+    def __init__(self, images: Images, begin: Sequence[Message]) -> None:
+        """begin: the messages with which each conversation begins."""
+        self._images, self._begin = images, begin
+        self.messages: list[Message] = list(begin)
+        self.pictures: list[Picture] = []
+        """The images of all messages."""
+        self._waiting = 0
+        """Number of images that belong to the next message."""
+
+    def hear(self, line: str) -> bool:
+        """Take a line of the user. Returns whether it is a message, which needs an answer. Raises UsageError."""
+        if line == NEW:
+            self.messages, self.pictures, self._waiting = list(self._begin), [], 0
+            return False
+        if line.startswith(IMAGE):
+            path = Path(line.removeprefix(IMAGE).strip()).expanduser()
+            self.pictures.append(self._images.add(ImageFile(path)))
+            self._waiting += 1
+            return False
+        if not line:
+            return False
+        content: Any = line
+        if self._waiting:
+            text = {"type": "text", "text": line}
+            content = [*({"type": "image"} for _ in range(self._waiting)), text]
+            self._waiting = 0
+        self.messages.append({"role": "user", "content": content})
+        return True
+
+    @property
+    def shown(self) -> Shown | None:
+        """The images; None without any."""
+        return Shown(self._images, self.pictures) if self.pictures else None
+
+    def answered(self, answer: str) -> None:
+        """Add the answer to the last message."""
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def unanswered(self) -> None:
+        """Take back the last message, which got no answer, with its images."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "user":
+            return
+        self.messages.pop()
+        if not isinstance(last["content"], str):
+            count = sum(part["type"] == "image" for part in last["content"])
+            del self.pictures[len(self.pictures) - count :]

@@ -1,0 +1,133 @@
+"""The images of prompts, on the rank that receives requests, which reads and encodes them."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+from megaconv.errors import UsageError
+from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.finetuning.image_texts import ImageTexts
+from megatron_lite.data.images.files import ImageFile
+from megatron_lite.data.images.reader import ImageReader, Inputs
+from megatron_lite.data.images.written import Words, Written
+from megatron_lite.inference.image_tokens import tokens_of
+
+Encode = Callable[[Inputs, int], Tensor]
+"""Returns an image's vectors from (the encoder's input, number of its tokens): see Picture. Raises UsageError."""
+
+_RECENT = 16
+"""Images that stay known after their request has ended: a conversation shows them again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """An image. It stays known as long as a request has it."""
+
+    number: int
+    written: Written
+    vectors: Tensor = field(repr=False)
+    """[1 + further, tokens, hidden]: see models.pictures.Pictures."""
+
+
+class Images(Protocol):
+    """The images that a model reads."""
+
+    def add(self, file: ImageFile) -> Picture:
+        """Read an image. Raises UsageError."""
+        ...
+
+    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
+        """Return the texts of images for a rendered chat."""
+        ...
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
+        """Return the tokens of a chat with the ids of its images. Raises UsageError."""
+        ...
+
+
+class NoImages:
+    """The images of a model that reads none."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def add(self, file: ImageFile) -> Picture:
+        raise UsageError(self._reason)
+
+    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
+        raise UsageError(self._reason)
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
+        raise UsageError(self._reason)
+
+
+TEXT_ALONE = NoImages("this model reads text alone; send no images")
+
+
+class Gallery:
+    """The images that a multimodal model reads. Requests add them on one thread, and the model's thread looks at them."""
+
+    def __init__(
+        self, reader: ImageReader, words: Words, load_encoder: Callable[[], Encode]
+    ) -> None:
+        """words: the texts of its tokens. load_encoder: called for the first image."""
+        self._reader, self._words, self._load_encoder = reader, words, load_encoder
+        self._placeholder = reader.require_kind().placeholder(words)
+        self._known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        self._by_number: WeakValueDictionary[int, Picture] = WeakValueDictionary()
+        self._recent: deque[Picture] = deque(maxlen=_RECENT)
+        self._count = 0
+
+    @cached_property
+    def _encode(self) -> Encode:
+        return self._load_encoder()
+
+    def add(self, file: ImageFile) -> Picture:
+        """Read an image. An image with the same bytes as a known one is the same. Raises UsageError."""
+        try:
+            content = file.content if isinstance(file.content, bytes) else file.content.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{file}: can't be read: {error.strerror}") from error
+        key = sha256(content).digest()
+        picture = self._known.get(key) or self._read(ImageFile(content), key)
+        self._recent.append(picture)
+        return picture
+
+    def _read(self, file: ImageFile, key: bytes) -> Picture:
+        try:
+            written, inputs = self._reader.read(file, self._words)
+        except BadRecord as error:
+            raise UsageError(str(error)) from error
+        picture = Picture(self._count, written, self._encode(inputs, written.grid.tokens))
+        self._count += 1
+        self._known[key] = self._by_number[picture.number] = picture
+        return picture
+
+    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
+        """See Images."""
+        return ImageTexts(self._placeholder, [picture.written.text for picture in pictures])
+
+    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
+        """See Images."""
+        parts = [
+            token
+            for picture in pictures
+            for token in tokens_of(picture.number, picture.written.grid.tokens)
+        ]
+        if ids.count(self._reader.token) != len(parts):
+            raise UsageError(
+                f"the conversation has {ids.count(self._reader.token)} tokens of images, and its images have {len(parts)}; "
+                "a text may not contain that token"
+            )
+        waiting = iter(parts)
+        return tuple(next(waiting) if token == self._reader.token else token for token in ids)
+
+    def picture(self, number: int) -> Picture:
+        """Return an image that a request has."""
+        return self._by_number[number]

@@ -1,0 +1,72 @@
+"""Lets a multimodal model read images."""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from formats.errors import CorruptCheckpoint
+from megatron_lite.data.images.kinds import Joint
+from megatron_lite.data.images.reader import ImageReader, Inputs
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.inference.gallery import TEXT_ALONE, Encode, Gallery, Images, NoImages
+from megatron_lite.inference.model import EngineModel
+from megatron_lite.inference.shown_images import ShownImages
+from megatron_lite.objectives.image_chats import (
+    axes_tensor,
+    multimodal_directory,
+    require_same_width,
+)
+from megatron_lite.objectives.image_encoder import ImageEncoder
+
+
+def open_images(given: argparse.Namespace, model: EngineModel, tokenizer: Tokenizer) -> Images:
+    """Return the images that a model reads, on rank 0. Call it on every rank. Raises UsageError."""
+    reader = _reader(given, tokenizer)
+    if isinstance(reader, NoImages):
+        return reader
+    config, device = model.engine.config, model.grid.device
+    require_same_width(reader, config)
+    axes = axes_tensor(reader, config)
+    assert isinstance(tokenizer, HuggingFaceTokenizer), "others have no chat template"
+    inner, kind = tokenizer.inner, reader.require_kind()
+    words = kind.words_of(reader.config, lambda token: str(inner.convert_ids_to_tokens(token)))
+    gallery = Gallery(reader, words, lambda: _encoder(reader, model))
+    on_device = None if axes is None else axes.to(device)
+    stand_in = kind.stand_in(reader.config) or 0
+    model.images = ShownImages(gallery, model.engine, model.length, on_device, stand_in)
+    return gallery
+
+
+def _encoder(reader: ImageReader, model: EngineModel) -> Encode:
+    """Load the encoder. Raises UsageError, TensorMismatch."""
+    engine = model.engine
+    encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
+
+    def encode(inputs: Inputs, tokens: int) -> Tensor:
+        vectors, further = encoder.encode([inputs], tokens)
+        return torch.stack((vectors, *further))
+
+    return encode
+
+
+def _reader(given: argparse.Namespace, tokenizer: Tokenizer) -> ImageReader | NoImages:
+    """Return the reader of a model's images, or the reason why it reads none. Raises UsageError."""
+    directory = multimodal_directory(given.image_encoder, given.load)
+    if directory is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return TEXT_ALONE
+    if given.draft_tokens:
+        return NoImages("--draft-tokens excludes images: start the model without it")
+    try:
+        reader = ImageReader(directory)
+    except CorruptCheckpoint as error:
+        return NoImages(str(error))
+    if reader.kind is None:
+        kind = reader.config.get("model_type")
+        return NoImages(f"images of the model type {kind!r} are not supported; send text alone")
+    if reader.kind.joint(reader.config) is not Joint.NOWHERE:
+        kind = reader.config["model_type"]
+        return NoImages(
+            f"images are not supported for {kind}, which reads them in both directions; send text alone"
+        )
+    return reader

@@ -1,0 +1,305 @@
+"""Images in prompts: the logits of transformers' whole model, in parts and behind other rows."""
+
+import base64
+import io
+import sys
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from megaconv.errors import UsageError
+from megatron_lite.cli import main
+from megatron_lite.data.images.files import ImageFile
+from megatron_lite.inference.commands.chat import parser
+from megatron_lite.inference.image_tokens import FIRST
+from megatron_lite.inference.opening import Opened, open_model
+from megatron_lite.inference.prompts import Shown, encode_chat
+from megatron_lite.inference.slots import Feed
+from megatron_lite.processes import launch
+from megatron_lite.settings.parallel import Parallel
+from tests.trainer.image_texts import arguments_of, texts_of
+from tests.trainer.inference.illustrated import FOLLOWING, NAMES, PROMPT, in_layout
+from tests.trainer.inference.serving import ForkedServing
+from tests.trainer.multimodal import MODELS, create, token, write_chats
+from tests.trainer.parallel.worlds import World
+
+pytest.importorskip("PIL.Image", reason="needs pillow")
+pytestmark = pytest.mark.oracle
+
+WORD = "<|image_pad|>"
+
+
+class Case(NamedTuple):
+    """A model with a prompt that shows two images."""
+
+    opened: Opened
+    prompt: tuple[int, ...]
+    ids: list[int]
+    """The prompt as transformers has it."""
+    logits: Tensor
+    """[prompt and following tokens, vocabulary]: of transformers."""
+    shown: Shown
+
+
+def opened_model(directory: Path) -> Opened:
+    given = parser().parse_args(["--load", str(directory), "--dtype", "fp32", "--slots", "3"])
+    given.training = None
+    return open_model(given, Parallel(), launch.start(Parallel()))
+
+
+def of_transformers(kind: str, directory: Path) -> tuple[list[int], Tensor]:
+    """(tokens of the prompt, logits behind each of its tokens and of those that follow)."""
+    import transformers
+    from PIL import Image
+
+    hf = directory / "hf"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    processor = transformers.AutoImageProcessor.from_pretrained(hf)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
+    images = [Image.open(directory / "data" / name) for name in NAMES]
+    given = arguments_of(kind, transformers)
+    arguments = dict(processor(images=images, return_tensors="pt", **given))
+    text = tokenizer.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
+    first, *others = text.split(WORD)
+    written = texts_of(kind, transformers, arguments, WORD)
+    text = first + "".join(map("".join, zip(written, others, strict=True)))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    row = torch.tensor([[*ids, *FOLLOWING]])
+    arguments |= {"input_ids": row, "mm_token_type_ids": (row == token(WORD)).int()}
+    known = signature(model.forward).parameters
+    taken = {name: value for name, value in arguments.items() if name in known}
+    with torch.no_grad():
+        return ids, model(**taken).logits[0]
+
+
+JOINT = ("gemma3", "gemma4")
+"""Models that read images in both directions."""
+
+
+@pytest.fixture(scope="module", params=[kind for kind in MODELS if kind not in JOINT])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    directory = tmp_path_factory.mktemp(request.param)
+    create(request.param, directory / "hf")
+    write_chats(directory / "data")
+    ids, logits = of_transformers(request.param, directory)
+    opened = opened_model(directory / "hf")
+    pictures = [opened.images.add(ImageFile(directory / "data" / name)) for name in NAMES]
+    shown = Shown(opened.images, pictures)
+    prompt = encode_chat(opened.tokenizer, PROMPT, shown=shown)
+    return Case(opened, prompt, ids, logits, shown)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_a_prompt_has_the_tokens_of_transformers(case: Case) -> None:
+    assert [token(WORD) if each >= FIRST else each for each in case.prompt] == case.ids
+
+
+def test_logits_are_those_of_transformers(case: Case) -> None:
+    """Behind the prompt, and behind further tokens one after the other."""
+    model, start = case.opened.model, len(case.prompt)
+    assert_near(model.extend([Feed(0, 0, case.prompt)])[0], case.logits[start - 1])
+    for place, each in enumerate(FOLLOWING, start):
+        assert_near(model.extend([Feed(0, place, (each,))])[0], case.logits[place])
+
+
+def test_a_prompt_in_parts_beside_other_rows_gives_the_same(case: Case) -> None:
+    """A part may end within an image. Another row has no image, or the images in another slot."""
+    model, start = case.opened.model, len(case.prompt)
+    middle = next(n for n, each in enumerate(case.prompt) if each >= FIRST) + 2
+    text = tuple(range(40, 60))
+    alone = model.extend([Feed(1, 0, text)])[0]
+    model.extend([Feed(0, 0, case.prompt[:middle]), Feed(1, 0, text[:7])])
+    both = model.extend([Feed(1, 7, text[7:]), Feed(0, middle, case.prompt[middle:])])
+    assert_near(both[0], alone)
+    assert_near(both[1], case.logits[start - 1])
+    model.copy([0], [2])
+    found = model.extend([Feed(slot, start, FOLLOWING[:1]) for slot in (2, 0)])
+    for each in found:
+        assert_near(each, case.logits[start])
+    again = model.extend([Feed(0, 0, text)])[0]  # the slot has had images
+    assert_near(again, alone)
+
+
+LAYOUTS = {"tp": (2, 1, 1), "pp": (1, 2, 1), "pp4": (1, 4, 1), "dp": (1, 1, 2)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_give_the_same(layout: str, tmp_path: Path, world: World) -> None:
+    """Qwen3-VL adds to the output of its first two layers, which are on two of four stages."""
+    create("qwen3_vl", tmp_path / "hf")
+    write_chats(tmp_path / "data")
+    _, logits = of_transformers("qwen3_vl", tmp_path)
+    tp, pp, dp = LAYOUTS[layout]
+    found = world.run(tp * pp * dp, in_layout, tmp_path, *LAYOUTS[layout])[0]
+    for each, expected in zip(found, logits[-1 - len(FOLLOWING) :], strict=True):
+        assert_near(each, expected)
+
+
+# Commands.
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen")
+    create("qwen2_5_vl", directory / "hf")
+    write_chats(directory / "data")
+    return directory
+
+
+def answer_of_transformers(directory: Path, names: Sequence[str], text: str, count: int) -> str:
+    """The greedy answer to a message with images before its text."""
+    import transformers
+    from PIL import Image
+
+    hf = directory / "hf"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    processor = transformers.AutoImageProcessor.from_pretrained(hf)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
+    content = [*({"type": "image"} for _ in names), {"type": "text", "text": text}]
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    images = [Image.open(directory / "data" / name) for name in names]
+    arguments = dict(processor(images=images, return_tensors="pt"))
+    first, *others = rendered.split(WORD)
+    written = texts_of("qwen2_5_vl", transformers, arguments, WORD)
+    rendered = first + "".join(map("".join, zip(written, others, strict=True)))
+    ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    made = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == token(WORD)).int(),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        **arguments,
+    )
+    answer: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    return answer
+
+
+def uri(directory: Path, name: str) -> str:
+    content = base64.b64encode((directory / "data" / name).read_bytes()).decode()
+    return f"data:image/png;base64,{content}"
+
+
+def test_chat_shows_images(
+    qwen: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "leave", sys.exit)
+    data = qwen / "data"
+    lines = [f"/image {data}/none.png", f"/image {data}/0.png", f"/image {data}/1.png", "what?"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*lines, "/new", *lines[1:], ""])))
+    with pytest.raises(SystemExit) as end:
+        main(["chat", str(qwen / "hf"), "--dtype", "fp32", "--max-new-tokens", "6", "--ignore-eos"])
+    assert not end.value.code
+    said = capfd.readouterr()
+    answer = answer_of_transformers(qwen, NAMES, "what?", 6)
+    assert said.out == f"{answer}\n{answer}\n"
+    assert said.err == f"{data}/none.png: can't be read: No such file or directory\n"
+
+
+@pytest.fixture(scope="module")
+def server(qwen: Path) -> Iterator[ForkedServing]:
+    running = ForkedServing(qwen / "hf", "--dtype", "fp32", "--slots", "2")
+    yield running
+    assert running.end()[0] == 0
+
+
+ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+SETTINGS = {"temperature": 0, "logit_bias": {"258": -100}}
+
+
+def asked(route: str, uris: Sequence[str]) -> dict[str, Any]:
+    """A request of a message with images."""
+    if route == ROUTES[0]:
+        parts = [{"type": "image_url", "image_url": {"url": each}} for each in uris]
+        text = {"type": "text", "text": "what?"}
+        return {
+            **SETTINGS,
+            "messages": [{"role": "user", "content": [*parts, text]}],
+            "max_tokens": 6,
+        }
+    if route == ROUTES[1]:
+        parts = [{"type": "input_image", "image_url": each} for each in uris]
+        text = {"type": "input_text", "text": "what?"}
+        content = [*parts, text]
+        return {**SETTINGS, "input": [{"role": "user", "content": content}], "max_output_tokens": 6}
+    sources = [
+        {"type": "base64", "media_type": "image/png", "data": each.partition(",")[2]}
+        for each in uris
+    ]
+    blocks = [{"type": "image", "source": source} for source in sources]
+    content = [*blocks, {"type": "text", "text": "what?"}]
+    return {**SETTINGS, "messages": [{"role": "user", "content": content}], "max_tokens": 6}
+
+
+def text_of(route: str, body: Any) -> str:
+    if route == ROUTES[0]:
+        return str(body["choices"][0]["message"]["content"])
+    if route == ROUTES[1]:
+        return str(body["output"][-1]["content"][0]["text"])
+    return str(body["content"][0]["text"])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_routes_take_images(route: str, qwen: Path, server: ForkedServing) -> None:
+    status, body = server.ask(route, asked(route, [uri(qwen, name) for name in NAMES]))
+    assert status == 200, body
+    assert text_of(route, body) == answer_of_transformers(qwen, NAMES, "what?", 6)
+
+
+def test_a_row_with_the_same_images_is_continued(qwen: Path, server: ForkedServing) -> None:
+    """Another image makes another row, although the tokens of all images look alike to transformers."""
+    route = ROUTES[0]
+    uris = [uri(qwen, name) for name in ("3.png", "2.png")]
+    server.ask(route, asked(route, uris))
+    before = server.metric("prompt_tokens_reused_total")
+    server.ask(route, asked(route, uris))
+    after = server.metric("prompt_tokens_reused_total")
+    assert after > before
+    _, body = server.ask(route, asked(route, uris[::-1]))
+    assert server.metric("prompt_tokens_reused_total") == after
+    assert text_of(route, body) == answer_of_transformers(qwen, ("2.png", "3.png"), "what?", 6)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("http://127.0.0.1/a.png", "should be a data URI in base64"),
+        ("file:///etc/passwd", "should be a data URI in base64"),
+        ("/etc/passwd", "should be a data URI in base64"),
+        ("data:image/png;base64,!!", "invalid base64"),
+        ("data:image/png,abc", "not in base64"),
+        ("data:image/png;base64,aGVsbG8=", "can't be read as an image"),
+        (3, "should be a data URI in base64"),
+    ],
+)
+def test_other_images_are_refused(given: Any, expected: str, server: ForkedServing) -> None:
+    status, body = server.ask(ROUTES[0], asked(ROUTES[0], [given]))
+    assert status == 400
+    assert expected in body["error"]["message"]
+
+
+def test_a_text_with_the_token_of_images_is_refused(qwen: Path, server: ForkedServing) -> None:
+    body = asked(ROUTES[0], [uri(qwen, "0.png")])
+    body["messages"][0]["content"][1]["text"] = f"what is {WORD}?"
+    status, found = server.ask(ROUTES[0], body)
+    assert status == 400
+    assert "2 tokens of images" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", JOINT)
+def test_images_in_both_directions_are_refused(kind: str, tmp_path: Path) -> None:
+    create(kind, tmp_path / "hf")
+    opened = opened_model(tmp_path / "hf")
+    with pytest.raises(UsageError, match="which reads them in both directions; send text alone"):
+        opened.images.add(ImageFile(b""))
