@@ -35,6 +35,8 @@ from megaconv.model.table import canonical_shapes
 
 INSIDE = "model.language_model."
 """The beginning of names of a language model in transformers' class of a multimodal model. By itself, it begins with `model.`."""
+INSIDE_BY_TYPE = {"idefics3": "model.text_model.", "smolvlm": "model.text_model."}
+"""model_type of multimodal models whose names have another beginning there."""
 _HEAD = "lm_head"
 _HEADS = ("score.", "classifier.", "v_head.")
 """Names of the heads of other classes than those of language models."""
@@ -176,8 +178,10 @@ class _Names:
         for ours, theirs in self.family.renamed.items():
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
-        is_inside = name.startswith(INSIDE)
-        return f"model.{name.removeprefix(INSIDE)}" if is_inside else name
+        for inside in (INSIDE, *INSIDE_BY_TYPE.values()):
+            if name.startswith(inside):
+                return f"model.{name.removeprefix(inside)}"
+        return name
 
     def path(self, module: ModuleAdapter) -> str:
         """The path of a module in the model's files."""

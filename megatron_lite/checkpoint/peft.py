@@ -27,9 +27,11 @@ from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor, read_tensor
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
-from megaconv.adapters.targets import INSIDE, weights_of
+from megaconv.adapters.targets import INSIDE, INSIDE_BY_TYPE, weights_of
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import family, has_text_only
+from megaconv.families.parts.hf_config import load_config
+from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import hub_id
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapters import HeldTensor
@@ -55,35 +57,41 @@ def adapter_files(
     has_scores = config.has("scores")
     head = {_HEAD: tensors[_HEAD]} if has_scores else {}
     # A model with scores has a class of its own, which holds the language model alone.
-    is_inside = _is_multimodal(base) and not has_scores
+    inside = None if has_scores else _place_inside(base)
     stored = {
-        f"base_model.model.{_inside(name) if is_inside else name}": tensor
+        f"base_model.model.{name if inside is None else _inside(name, inside)}": tensor
         for name, tensor in (_stacked(modules, tensors) | head).items()
     }
     fields = _described(modules, options, base)
     if has_scores:
         fields |= _OF_SCORES
-    if is_inside:
-        fields["target_modules"] = _pattern(fields["target_modules"])
+    if inside is not None:
+        fields["target_modules"] = _pattern(fields["target_modules"], inside)
     described = json.dumps(fields, indent=2, sort_keys=True) + "\n"
     return {CONFIG: described.encode(), WEIGHTS: safetensors_bytes(stored)}
 
 
-def _is_multimodal(base: str) -> bool:
-    """Return whether the adapters' model is inside a multimodal model, as far as its files are on a local disk."""
-    return has_text_only(Path(base))
+def _place_inside(base: str) -> str | None:
+    """Return the beginning of the names of the adapters' model in transformers' class of a multimodal model.
+
+    None: it is inside no multimodal model, as far as its files are on a local disk.
+    """
+    if not has_text_only(Path(base)):
+        return None
+    model_type = load_config(Path(base) / CONFIG_NAME).get("model_type")
+    return INSIDE_BY_TYPE.get(str(model_type), INSIDE)
 
 
-def _inside(name: str) -> str:
+def _inside(name: str, place: str) -> str:
     """Return the name of a language model's module in transformers' class of a multimodal model."""
     body = name.removeprefix("model.")
-    return name if body == name else f"{INSIDE}{body}"
+    return name if body == name else f"{place}{body}"
 
 
-def _pattern(modules: Sequence[str]) -> str:
+def _pattern(modules: Sequence[str], place: str) -> str:
     """Return a regular expression for modules of the language model. Modules of the encoder may have the same names."""
     names = "|".join(re.escape(name) for name in modules)
-    return rf".*language_model\..*({names})"
+    return rf".*{re.escape(place.removeprefix('model.'))}.*({names})"
 
 
 def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

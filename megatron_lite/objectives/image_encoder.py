@@ -56,7 +56,9 @@ class ImageEncoder:
                 f"{directory}: transformers can't load its encoder: {reason:.200}"
             ) from error
         model = whole.model
-        model.language_model = None
+        for name in ("language_model", "text_model"):
+            if hasattr(model, name):
+                setattr(model, name, None)
         _require_all(model, found["missing_keys"], directory)
         self._model = model.to(device).requires_grad_(False).eval()
         self._directory, self._device, self._dtype = directory, device, dtype
@@ -103,7 +105,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def _encoded(self, images: Sequence[Inputs]) -> Features:
-        made = [self._encode_together(list(alike)) for _, alike in groupby(images, _shapes)]
+        made = [self._encode_together(list(alike)) for _, alike in groupby(images, self._shapes)]
         vectors, further = zip(*made, strict=True)
         return Features(torch.cat(vectors), tuple(map(torch.cat, zip(*further, strict=True))))
 
@@ -118,6 +120,10 @@ class ImageEncoder:
             tuple(torch.cat(tuple(each)) for each in further),
         )
 
+    def _shapes(self, image: Inputs) -> list[tuple[int, ...]]:
+        """Return the shapes of an image's arguments without their first axis, along which those of several images are joined."""
+        return [image[name].shape[1:] for name in self._taken(image)]
+
     def _taken(self, image: Inputs) -> list[str]:
         """Return the names of the arguments. An image processor returns others too, such as the number of tiles."""
         known = signature(self._model.get_image_features).parameters
@@ -128,11 +134,6 @@ class ImageEncoder:
         joined = torch.from_numpy(np.concatenate([image[name] for image in images]))
         dtype = self._dtype if joined.is_floating_point() else joined.dtype
         return moved(joined.to(dtype), self._device)
-
-
-def _shapes(image: Inputs) -> list[tuple[int, ...]]:
-    """Return the shapes of an image's inputs without their first axis, along which those of several images are joined."""
-    return [value.shape[1:] for value in image.values()]
 
 
 def _require_all(model: torch.nn.Module, missing: Iterable[str], directory: Path) -> None:

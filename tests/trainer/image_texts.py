@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
-PIXTRAL = {"llava_pixtral": 1, "mistral3": 2}
+PIXTRAL = {"llava_pixtral": 1, "mistral3": 2, "lighton_ocr": 2}
 """Models with the encoder of Pixtral -> number of patches on a side that are merged."""
 
+TILED = ("smolvlm", "idefics3")
 GEMMA_4 = ("gemma4", "gemma4_small")
 WITH_PROCESSOR: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"name": "Gemma3Processor", "fields": {"image_seq_length": 16}},
@@ -24,6 +25,13 @@ def image_processor(kind: str, transformers: Any) -> Any:
     if kind == "internvl":
         side = {"height": 16, "width": 16}
         return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4)
+    if kind in TILED:
+        name = "SmolVLMImageProcessorPil" if kind == "smolvlm" else "Idefics3ImageProcessorPil"
+        return getattr(transformers, name)(
+            size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
+        )
+    if kind == "deepseek_vl":
+        return transformers.DeepseekVLImageProcessorPil(size={"height": 16, "width": 16})
     if kind == "gemma3":
         side = {"height": 16, "width": 16}
         return transformers.Gemma3ImageProcessorPil(size=side)
@@ -46,6 +54,8 @@ def image_processor(kind: str, transformers: Any) -> Any:
 def arguments_of(kind: str, transformers: Any) -> Mapping[str, Any]:
     """The arguments that a processor of text and images gives the image processor."""
     found: Mapping[str, Any] = {}
+    if kind in TILED:
+        found = transformers.Idefics3Processor.images_kwargs
     if kind == "internvl":
         found = transformers.InternVLProcessor.images_kwargs
     if kind == "gemma3":
@@ -63,6 +73,10 @@ def texts_of(
         words = {"image_token": word, "start_image_token": "<img>", "end_image_token": "</img>"}
         processor = _without_parts(transformers.InternVLProcessor, image_seq_length=4, **words)
         return _written(processor, processed, len(processed["num_patches"]))
+    if kind == "lighton_ocr":
+        fields = {"image_token": word, "effective_patch_size": 8}
+        processor = _without_parts(transformers.LightOnOcrProcessor, **fields)
+        return _written(processor, processed, len(processed["image_sizes"]))
     if kind in PIXTRAL:
         words = {
             "image_token": word,
@@ -72,6 +86,12 @@ def texts_of(
         sizes = {"patch_size": 4, "spatial_merge_size": PIXTRAL[kind]}
         processor = _without_parts(_processor_of_pixtral(), **words, **sizes)
         return _written(processor, processed, len(processed["image_sizes"]))
+    if kind in TILED:
+        words = {"image_token": word, "fake_image_token": "<fake_token_around_image>"}
+        name = "SmolVLMProcessor" if kind == "smolvlm" else "Idefics3Processor"
+        tags = {"global_image_tag": "<global-img>", "global_image_token": "<global-img>"}
+        processor = _without_parts(getattr(transformers, name), image_seq_len=4, **words, **tags)
+        return _written(processor, processed, len(processed["rows"][0]))
     if kind == "gemma3":
         sequence = f"\n\n<start_of_image>{word * 16}<end_of_image>\n\n"
         processor = _without_parts(transformers.Gemma3Processor, full_image_sequence=sequence)

@@ -13,6 +13,7 @@ START = "<start_of_image>"
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
     "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>",
+    "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>",
 )  # fmt: skip
 NAMED = {
     "image_token": "<|image_pad|>", "boi_token": START, "eoi_token": "<end_of_image>",
@@ -27,7 +28,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 SIZES = ((56, 40), (24, 24), (64, 32), (33, 47))
 """(width, height) of the images of the chats."""
 TEXT: Mapping[str, Any] = {
-    "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 280, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
 }  # fmt: skip
@@ -267,6 +268,39 @@ def _mistral3(transformers: Any) -> tuple[Any, Any]:
     return transformers.Mistral3Config, {"text_config": text, "vision_config": _PIXTRAL}
 
 
+def _lighton_ocr(transformers: Any) -> tuple[Any, Any]:
+    text = {**TEXT, "model_type": "qwen3"}
+    fields = {"spatial_merge_size": 2}
+    return transformers.LightOnOcrConfig, {**fields, "text_config": text, "vision_config": _PIXTRAL}
+
+
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 4,
+}  # fmt: skip
+
+
+def _smolvlm(transformers: Any) -> tuple[Any, Any]:
+    vision = {**_SIGLIP, "model_type": "smolvlm_vision"}
+    text = {**TEXT, "model_type": "llama"}
+    return transformers.SmolVLMConfig, {
+        "scale_factor": 2,
+        "text_config": text,
+        "vision_config": vision,
+    }
+
+
+def _idefics3(transformers: Any) -> tuple[Any, Any]:
+    _, fields = _smolvlm(transformers)
+    vision = {**_SIGLIP, "model_type": "idefics3_vision"}
+    return transformers.Idefics3Config, {**fields, "vision_config": vision}
+
+
+def _deepseek_vl(transformers: Any) -> tuple[Any, Any]:
+    text = {**TEXT, "model_type": "llama"}
+    return transformers.DeepseekVLConfig, {"text_config": text, "vision_config": _SIGLIP}
+
+
 def _gemma3(transformers: Any) -> tuple[Any, Any]:
     vision = {
         "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 2,
@@ -298,7 +332,7 @@ def _gemma4(transformers: Any, joint: str | None = "vision", **more: Any) -> tup
 def _gemma4_small(transformers: Any) -> tuple[Any, Any]:
     inputs = {
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 272,
+        "vocab_size_per_layer_input": 280,
         "num_kv_shared_layers": 2,
     }
     return _gemma4(transformers, joint=None, **inputs)
@@ -325,13 +359,27 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "internvl": _internvl,
     "llava_pixtral": _llava_pixtral,
     "mistral3": _mistral3,
+    "lighton_ocr": _lighton_ocr,
+    "smolvlm": _smolvlm,
+    "idefics3": _idefics3,
+    "deepseek_vl": _deepseek_vl,
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_small": _gemma4_small,
 }
 PLACEHOLDERS = {"gemma3": START}
 """Models whose template writes another token for an image than the one that its encoder's vectors replace."""
-WITHOUT_VIDEOS = ("llava", "internvl", "llava_pixtral", "mistral3", "gemma3")
+WITHOUT_VIDEOS = (
+    "lighton_ocr",
+    "smolvlm",
+    "idefics3",
+    "deepseek_vl",
+    "llava",
+    "internvl",
+    "llava_pixtral",
+    "mistral3",
+    "gemma3",
+)
 """Models whose configuration has no token for videos."""
 
 

@@ -15,6 +15,8 @@ from megatron_lite.data.images.written import (
     pixtral_patch,
     write_apart,
     write_merged,
+    write_numbered,
+    write_patches,
     write_rows,
     write_soft,
     write_square,
@@ -88,6 +90,10 @@ def _of_patches(config: Config) -> Mapping[str, Any]:
     return {"patch_size": pixtral_patch(config)}
 
 
+def _with_places(config: Config) -> Mapping[str, Any]:
+    return {"return_row_col_info": True}
+
+
 def _of_gemma(config: Config) -> Mapping[str, Any]:
     return {"do_pan_and_scan": False}
 
@@ -144,6 +150,9 @@ KINDS: Sequence[ImageKind] = (
     ImageKind(
         ("mistral3",), ("image_token_id", "image_token_index"), write_rows, arguments=_of_patches
     ),
+    ImageKind(("lighton_ocr",), ("image_token_id",), write_patches, arguments=_of_patches),
+    ImageKind(("idefics3", "smolvlm"), ("image_token_id",), write_numbered, arguments=_with_places),
+    ImageKind(("deepseek_vl",), ("image_token_id",), write_square),
     ImageKind(
         ("gemma3",),
         ("image_token_id", "image_token_index"),

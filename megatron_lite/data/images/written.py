@@ -6,6 +6,8 @@
 | InternVL | `<img>`, the same for all tiles of the image, `</img>` |
 | Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
 | Gemma 4 | `<|image>`, the same, `<image|>` |
+| SmolVLM, Idefics3 | for each tile `<fake_token_around_image>`, `<row_1_col_1>` and the same; at last `<global-img>` with the whole image |
+| LightOnOCR | the same |
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
 
@@ -96,6 +98,29 @@ def write_apart(config: Config, processed: Processed, words: Words) -> Written:
     """Return an image with the same number of tokens as all others, between empty lines."""
     tokens = words.image * config.get("mm_tokens_per_image", 256)
     return _counted(f"\n\n{words.start}{tokens}{words.end}\n\n", words)
+
+
+def write_patches(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the patches of an image of any size."""
+    height, width = (int(size) for size in processed["image_sizes"][0])
+    side = pixtral_patch(config)
+    return _run(Grid(1, height // side, width // side), words.image)
+
+
+def write_numbered(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the tiles of an image with their rows and columns, and the whole image in small as the last tile."""
+    vision, around = config["vision_config"], "<fake_token_around_image>"
+    side = vision["image_size"] // vision["patch_size"]
+    tile = words.image * int(side**2 / config.get("scale_factor", 2) ** 2)
+    rows, columns = (int(processed[name][0][0]) for name in ("rows", "cols"))
+    text = ""
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            text += f"{around}<row_{row}_col_{column}>{tile}"
+        text += "\n"
+    if text:
+        text += "\n"
+    return _counted(f"{text}{around}<global-img>{tile}{around}", words)
 
 
 def write_soft(config: Config, processed: Processed, words: Words) -> Written:

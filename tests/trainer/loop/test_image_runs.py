@@ -31,7 +31,7 @@ STEP = (
 """One step, with all chats in its one sample. The weights change by the gradients."""
 IMAGES = (("0.png",), ("1.png", "2.png"), (), ("3.png",))
 """The images of the chats."""
-BESIDE = ("visual", "vision_tower", "projector", "embed_vision")
+BESIDE = ("visual", "vision_", "projector", "embed_vision", "connector", "aligner")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,9 @@ def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
     assert "the encoder of hf reads the images" in log
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "mistral3", "gemma3", "gemma4"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_vl", "internvl", "mistral3", "gemma3", "gemma4", "smolvlm"]
+)
 def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
     kind: str, tmp_path: Path
 ) -> None:
