@@ -119,12 +119,25 @@ class _Writer(FileSystemWriter):
     """The places of this rank's blocks, once they are written."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done = super().write_data(plan, planner)
+        try:
+            done = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise _system_error(error) or error from None
         self.written = done.wait()
         return done
 
     def storage_meta(self) -> StorageMeta | None:
         return None
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """Return the system's error, such as a full disk, that torch's zip writer hides behind an error of its own; None without one."""
+    found = error.__context__
+    while found is not None:
+        if isinstance(found, OSError):
+            return OSError(found.errno, found.strerror)
+        found = found.__context__
+    return None
 
 
 class _Planner(SavePlanner):

@@ -33,7 +33,8 @@ from megatron_lite.processes.long_work import on_rank_0
 
 SIDECARS = "hf"
 _ITERATION = re.compile(r"iter_(\d{7,})")
-_PARTIAL = re.compile(r"\.iter_\d{7,}\.(partial|replaced)")
+_PARTIAL = re.compile(r"\.iter_\d{7,}\.partial")
+_REPLACED = re.compile(r"\.iter_\d{7,}\.replaced")
 
 
 class SaveError(CheckpointError):
@@ -88,6 +89,14 @@ class Saver:
             self._thread = None
         self.check()
 
+    def remove_partial(self) -> None:
+        """Remove incomplete files of saves that failed or were killed. Does nothing on other ranks than 0."""
+        if self.rank or not self.root.is_dir():
+            return
+        for left in self.root.iterdir():
+            if _PARTIAL.fullmatch(left.name):
+                shutil.rmtree(left, ignore_errors=True)
+
     def _try_to_write(self, snapshot: Snapshot) -> None:
         try:
             self._copies.wait()
@@ -100,9 +109,12 @@ class Saver:
         try:
             self._write_to(target, snapshot)
         except CheckpointException as error:
+            self.remove_partial()
             rank, (cause, _) = min(error.failures.items())
-            raise SaveError(f"{target}: rank {rank} can't write it: {cause}") from error
+            reason = getattr(cause, "strerror", None) or cause
+            raise SaveError(f"{target}: rank {rank} can't write it: {reason}") from error
         except OSError as error:
+            self.remove_partial()
             raise SaveError(f"{target}: can't be written: {error.strerror or error}") from error
 
     def _write_to(self, target: Path, snapshot: Snapshot) -> None:
@@ -129,7 +141,7 @@ class Saver:
         """Make the directory that rank 0 later renames, and remove those that earlier runs left."""
         self.root.mkdir(parents=True, exist_ok=True)
         for left in self.root.iterdir():
-            if _PARTIAL.fullmatch(left.name):
+            if _PARTIAL.fullmatch(left.name) or _REPLACED.fullmatch(left.name):
                 shutil.rmtree(left)
         staging.mkdir()
 

@@ -42,6 +42,9 @@ class StoreSaver(Saver):
     store: WritableStore = field(kw_only=True)
     prefix: str = field(kw_only=True)
 
+    def remove_partial(self) -> None:
+        """Do nothing: each save removes its temporary directory, and the root is shared with other programs."""
+
     def _write_to(self, target: Path, snapshot: Snapshot) -> None:
         folder = Path(tempfile.mkdtemp(prefix="megatron-lite-save-"))
         version = rank_files.iteration_directory(snapshot.iteration)

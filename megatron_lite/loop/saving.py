@@ -31,6 +31,8 @@ def check_space(run: Run) -> None:
     if run.place.world > 1:
         dist.all_reduce(size, group=run.place.save_group)
     needed = int(size)
+    # A save that was killed, or that filled the disk, has left files which the next save would replace.
+    saver.remove_partial()
     all_or_none(lambda: None if run.place.rank else _require_space(saver.root, needed))
 
 

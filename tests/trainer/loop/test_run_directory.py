@@ -193,3 +193,21 @@ def test_a_copy_without_the_tracker_is_continued_if_it_has_one_iteration(tmp_pat
     tracker.write_text("3")
     train(tmp_path, 1, f"{command} 4")
     assert [line["iteration"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def full_with_a_partial_save(rank: int) -> None:
+    """The disk is full as long as a killed save's files are there."""
+    import shutil
+    from types import SimpleNamespace
+
+    shutil.disk_usage = lambda path: SimpleNamespace(  # type: ignore[assignment]
+        free=0 if any(Path(path).glob(".iter_*.partial")) else 10**9  # type: ignore[arg-type]
+    )
+
+
+def test_the_files_of_a_killed_save_are_no_lack_of_room(tmp_path: Path) -> None:
+    (tmp_path / "ckpt" / ".iter_0000002.partial").mkdir(parents=True)
+    command = f"pretrain {LLAMA} --train-iters 2 --save ckpt"
+    running = launch(tmp_path, 2, command, full_with_a_partial_save)
+    assert running.wait() == [0, 0], running.logs()
+    assert (tmp_path / "ckpt" / "iter_0000002").is_dir()
