@@ -1,4 +1,8 @@
-"""The output of transformers' image processor for an image of which only the size is known."""
+"""The output of transformers' image processor for an image of which only the size is known.
+
+A large image takes seconds to process. The sizes in the output follow from the image's size in microseconds.
+Source of the sizes: the image processors of transformers 5.24.
+"""
 
 import inspect
 import sys
@@ -6,23 +10,35 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-GRID = "image_grid_thw"
-"""The patches of an image before neighbours are merged: frames, rows and columns."""
+import numpy as np
+
+Arguments = Mapping[str, Any]
+"""Arguments that an image processor is called with, beside its own settings."""
 
 
 class Outline(Mapping[str, Any]):
-    """The output for a blank image. It is computed when it is needed, and a grid without pixels."""
+    """The output for a blank image. Each field is computed when it is needed, some of them without pixels."""
 
     def __init__(
-        self, processor: Callable[[], Any], size: tuple[int, int], blank: Callable[[], Any]
+        self,
+        size: tuple[int, int],
+        processor: Callable[[], Any],
+        arguments: Arguments,
+        blank: Callable[[], Mapping[str, Any]],
     ) -> None:
-        """processor: returns transformers' image processor. size: (width, height). blank: returns its output for a blank image."""
-        self._processor, self._size, self._blank = processor, size, blank
+        """size: (width, height). processor: returns the image processor. blank: returns its output for a blank image."""
+        self._size, self._processor, self._arguments, self._blank = (
+            size,
+            processor,
+            arguments,
+            blank,
+        )
 
     def __getitem__(self, name: str) -> Any:
-        if name == GRID and self._grid is not None:
-            return [self._grid]
-        return self._whole[name]
+        found = None
+        if name in WITHOUT_PIXELS:
+            found = WITHOUT_PIXELS[name](self._processor(), *self._size, self._arguments)
+        return self._whole[name] if found is None else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._whole)
@@ -31,38 +47,79 @@ class Outline(Mapping[str, Any]):
         return len(self._whole)
 
     @cached_property
-    def _grid(self) -> tuple[int, int, int] | None:
-        return grid_of(self._processor(), *self._size)
-
-    @cached_property
     def _whole(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self._blank()
-        return found
+        return self._blank()
 
 
-def grid_of(processor: Any, width: int, height: int) -> tuple[int, int, int] | None:
-    """Return (frames, rows, columns) of an image; None if the processor doesn't scale images as Qwen2-VL's does.
+def grid_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the patches of Qwen2-VL's and GLM's processors, [(frames, rows, columns)].
 
-    A large image takes seconds to process, its size alone microseconds. Raises ValueError for a size that the processor
-    refuses. Source: `resize` and `get_number_of_image_patches` of the processors in transformers 5.24.
+    Each of these functions returns None for a processor that works in another way, and raises ValueError for a size that
+    the processor refuses.
     """
-    resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
+    resize = _function("smart_resize", processor)
     count = getattr(processor, "get_number_of_image_patches", None)
     if resize is None or count is None or not processor.do_resize:
         return None
     frames, patch = processor.temporal_patch_size, processor.patch_size
-    known = {
-        "num_frames": frames,
-        "temporal_factor": frames,
-        "height": height,
-        "width": width,
-        "factor": patch * processor.merge_size,
-        "min_pixels": processor.size["shortest_edge"],
-        "max_pixels": processor.size["longest_edge"],
-    }
-    names = inspect.signature(resize).parameters
+    fitted = _call(
+        resize,
+        num_frames=frames,
+        temporal_factor=frames,
+        height=height,
+        width=width,
+        factor=patch * processor.merge_size,
+        min_pixels=processor.size["shortest_edge"],
+        max_pixels=processor.size["longest_edge"],
+    )
+    if fitted is None:
+        return None
+    rows, columns = fitted[0] // patch, fitted[1] // patch
+    return [(1, rows, columns)] if rows * columns == count(height, width) else None
+
+
+def tiles_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the number of tiles of InternVL's processor, [tiles]."""
+    if _function("get_optimal_tiled_canvas", processor) is None:
+        return None
+    return [processor.get_number_of_image_patches(height, width, dict(arguments))]
+
+
+def scaled_size_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the size to which Pixtral's processor scales an image, [(height, width)]."""
+    fit = _function("get_resize_output_image_size", processor)
+    longest = processor.size.get("longest_edge")
+    if fit is None or longest is None or not processor.do_resize or processor.do_center_crop:
+        return None
+    fitted = _call(
+        fit,
+        # The array has the shape of an image, and the memory of one number.
+        input_image=np.broadcast_to(np.uint8(0), (3, height, width)),
+        size=(longest, longest),
+        patch_size=(arguments["patch_size"], arguments["patch_size"]),
+        input_data_format="channels_first",
+    )
+    # The processor refuses an image of which nothing is left.
+    return None if fitted is None or 0 in fitted else [fitted]
+
+
+WITHOUT_PIXELS: Mapping[str, Callable[[Any, int, int, Arguments], Any]] = {
+    "image_grid_thw": grid_of,
+    "num_patches": tiles_of,
+    "image_sizes": scaled_size_of,
+}
+"""Fields of an output -> the functions that compute them from (processor, width, height, arguments)."""
+
+
+def _function(name: str, processor: Any) -> Callable[..., Any] | None:
+    """Return a function beside the class of a processor."""
+    found: Callable[..., Any] | None = getattr(sys.modules[type(processor).__module__], name, None)
+    return found
+
+
+def _call(function: Callable[..., Any], **known: Any) -> Any:
+    """Return the function's result; None if it has an unknown argument."""
+    names = inspect.signature(function).parameters
     if not names.keys() <= known.keys():
         return None
-    fitted_height, fitted_width = resize(**{name: known[name] for name in names})
-    rows, columns = fitted_height // patch, fitted_width // patch
-    return (1, rows, columns) if rows * columns == count(height, width) else None
+    return function(**{name: known[name] for name in names})

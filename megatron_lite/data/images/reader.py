@@ -90,8 +90,9 @@ class ImageReader:
     def _write_size(self, size: tuple[int, int], words: Words) -> Written:
         """Return an image of a size, without its pixels. Raises UsageError, ValueError for a size that is refused."""
         outline = Outline(
-            processor=lambda: self._processor,
             size=size,
+            processor=lambda: self._processor,
+            arguments=self.require_kind().arguments(self.config),
             blank=lambda: self._processed(_blank(size)),
         )
         return self._write(outline, words)

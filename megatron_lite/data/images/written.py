@@ -82,7 +82,7 @@ def write_tiles(config: Config, processed: Processed, words: Words) -> Written:
     vision = config["vision_config"]
     side = _first(vision.get("image_size", 448)) // _first(vision.get("patch_size", 14))
     of_tile = int(side * config.get("downsample_ratio", 0.5)) ** 2
-    tokens = of_tile * len(processed["pixel_values"])
+    tokens = of_tile * int(processed["num_patches"][0])
     return _counted(f"<img>{words.image * tokens}</img>", words)
 
 

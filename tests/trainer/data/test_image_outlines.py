@@ -1,14 +1,15 @@
 """The tokens of an image are counted without its pixels, as the image processor counts them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_lite.data.images.files import ImageFile
-from megatron_lite.data.images.outlines import Outline, grid_of
+from megatron_lite.data.images.outlines import WITHOUT_PIXELS, Outline
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.images.written import Words
 from tests.trainer.multimodal import create, write_chats
@@ -25,38 +26,65 @@ SCALING = (
 )
 
 
-def processor_of(name: str, **settings: Any) -> Any:
-    import transformers
-
-    return getattr(transformers, name)(**LIMITS, **settings)
-
-
-def outcome(compute: Any) -> Any:
-    """The result, or None if the size is refused."""
+def outcome(compute: Callable[[], Any]) -> Any:
+    """The first row of a field; None if the size is refused, or left to the processor that refuses it."""
     try:
-        return tuple(map(int, compute()))
+        rows = compute()
     except ValueError:
         return None
+    return None if rows is None else np.ravel(rows[0]).tolist()
+
+
+def assert_computed_as_processed(
+    field: str, processor: Any, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """The field follows from the sizes of images."""
+    random = np.random.default_rng(0)
+    sizes = [(1, 1), (1, 300), (900, 3), *random.integers(1, 300, (30, 2)).tolist()]
+
+    def processed(width: int, height: int) -> Any:
+        image = PIL_Image.new("RGB", (width, height))
+        return processor(images=[image], return_tensors="np", **arguments)[field]
+
+    for size in sizes:
+        found = outcome(lambda: WITHOUT_PIXELS[field](processor, *size, arguments))  # noqa: B023
+        assert found == outcome(lambda: processed(*size)), size  # noqa: B023
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", SCALING)
 def test_a_grid_is_that_of_the_processed_pixels(name: str) -> None:
-    processor = processor_of(name)
-    random = np.random.default_rng(0)
-    sizes = [(1, 1), (1, 300), (900, 3), *random.integers(1, 300, (40, 2)).tolist()]
-    for width, height in sizes:
-        image = PIL_Image.new("RGB", (width, height))
-        processed = outcome(
-            lambda: processor(images=[image], return_tensors="np")["image_grid_thw"][0]  # noqa: B023
-        )
-        assert outcome(lambda: grid_of(processor, width, height)) == processed  # noqa: B023
+    import transformers
+
+    assert_computed_as_processed("image_grid_thw", getattr(transformers, name)(**LIMITS))
 
 
 @pytest.mark.oracle
-def test_a_processor_that_scales_in_another_way_is_asked() -> None:
-    assert grid_of(processor_of("CLIPImageProcessorPil"), 30, 20) is None
-    assert grid_of(processor_of("Qwen2VLImageProcessorPil", do_resize=False), 32, 32) is None
+def test_tiles_are_those_of_the_processed_pixels() -> None:
+    import transformers
+
+    side = {"height": 16, "width": 16}
+    processor = transformers.GotOcr2ImageProcessorPil(size=side, max_patches=6)
+    assert_computed_as_processed("num_patches", processor, {"crop_to_patches": True})
+
+
+@pytest.mark.oracle
+def test_a_scaled_size_is_that_of_the_processed_pixels() -> None:
+    import transformers
+
+    processor = transformers.PixtralImageProcessorPil(size={"longest_edge": 60})
+    assert_computed_as_processed("image_sizes", processor, {"patch_size": 8})
+
+
+@pytest.mark.oracle
+def test_a_processor_that_works_in_another_way_is_asked() -> None:
+    import transformers
+
+    clip = transformers.CLIPImageProcessorPil()
+    for compute in WITHOUT_PIXELS.values():
+        assert compute(clip, 30, 20, {}) is None
+    unscaled = transformers.Qwen2VLImageProcessorPil(do_resize=False)
+    assert WITHOUT_PIXELS["image_grid_thw"](unscaled, 28, 28, {}) is None
 
 
 def test_other_output_is_computed_once_and_when_it_is_needed() -> None:
@@ -64,12 +92,12 @@ def test_other_output_is_computed_once_and_when_it_is_needed() -> None:
 
     def blank() -> Mapping[str, Any]:
         calls.append(1)
-        return {"image_sizes": [[3, 4]], "pixel_values": 0}
+        return {"image_crops": [[3, 4]], "pixel_values": 0}
 
-    outline = Outline(processor=object, size=(3, 4), blank=blank)
+    outline = Outline((3, 4), processor=object, arguments={}, blank=blank)
     assert not calls
-    assert outline["image_sizes"] == [[3, 4]]
-    assert set(outline) == {"image_sizes", "pixel_values"}
+    assert outline["image_crops"] == [[3, 4]]
+    assert set(outline) == {"image_crops", "pixel_values"}
     assert len(outline) == 2
     assert calls == [1]
 
