@@ -7,6 +7,7 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import GlobalBatches
+from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, ImageDataset
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.stored import FETCHED_AT_ONCE, reads_store
 from megatron_lite.data.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ from megatron_lite.objectives.training_data import Exam
 from megatron_lite.processes.launch import Place
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import Data
 from megatron_lite.settings.sizes import Sizes
 
 
@@ -84,7 +86,14 @@ class Run:
     def batches(self, dataset: Dataset) -> GlobalBatches:
         """Return this rank's batches of a dataset."""
         grid, tokens = self.engine.grid, self.objective.tokens
-        threads = FETCHED_AT_ONCE if reads_store(self.settings.data) else 1
+        threads = threads_for(dataset, self.settings.data)
         return GlobalBatches(
             dataset, self.sizes.micro_batch, grid.dp_rank, grid.dp, self.vocab, tokens, threads
         )
+
+
+def threads_for(dataset: Dataset, data: Data) -> int:
+    """Return the number of samples that a rank reads at the same time."""
+    if reads_store(data):
+        return FETCHED_AT_ONCE
+    return READ_AT_ONCE if isinstance(dataset, ImageDataset) else 1

@@ -181,7 +181,11 @@ class ChatTemplate:
             any(first < end and last > start for start, end in spans)
             for first, last in made["offset_mapping"]
         ]
-        return Encoded(list(made["input_ids"]), learned)
+        ids = list(made["input_ids"])
+        if images is not None and images.token:
+            token = self._inner.convert_tokens_to_ids(images.token)
+            return Encoded(*images.multiplied(ids, learned, token))
+        return Encoded(ids, learned)
 
     def _span(self, chat: Chat, number: int, whole: str, *, is_last: bool) -> tuple[int, int]:
         """Return the character range of a turn's answer, with its end-of-turn token, but without the line break after it."""

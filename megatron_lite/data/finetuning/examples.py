@@ -198,7 +198,9 @@ class _Encoder:
         template = self._chat_template()
         words = kind.words_of(reader.config, template.spelled)
         images = [reader.add(file, words, where) for file in files]
-        texts = ImageTexts(kind.placeholder(words), [image.text for _, image in images])
+        texts = ImageTexts(
+            kind.placeholder(words), [image.text for _, image in images], words.image
+        )
         return with_places(template.encode(chat, texts), images, reader.token)
 
     def _encode_pair(self, record: Record) -> list[Encoded]:

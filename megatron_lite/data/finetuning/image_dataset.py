@@ -10,6 +10,8 @@ from megatron_lite.data.images.places import Images
 from megatron_lite.data.samples import Sample
 
 NO_IMAGE = -1
+READ_AT_ONCE = 4
+"""Number of samples whose images a rank reads at the same time. Decoding and scaling leave Python's lock to other threads."""
 
 
 class ImageSample(NamedTuple):

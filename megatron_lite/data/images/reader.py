@@ -25,7 +25,7 @@ Inputs = Mapping[str, NDArray[Any]]
 """The arguments of transformers' `get_image_features` for one image, by name."""
 _ANY_WORDS = Words("\0", "", "")
 """For the number of tokens alone: a word that no text has."""
-_KEPT_TEXTS = 1024
+_KEPT_TEXTS = 256
 """Number of sizes of images whose texts are kept. A text may have 200 kB."""
 _PATCHES = {
     "patch_size": "patch_size",
