@@ -15,7 +15,8 @@ from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, rea
 from megatron_lite.data.finetuning.image_dataset import ImageDataset
 from megatron_lite.data.finetuning.pieces import PairPieces, Pieces, pairs_for, pieces_for
 from megatron_lite.data.finetuning.preview import preview
-from megatron_lite.data.finetuning.splits import samples_of, split_datasets
+from megatron_lite.data.finetuning.splits import SMALLER_IMAGES, samples_of, split_datasets
+from megatron_lite.data.images.places import Images
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
@@ -149,7 +150,7 @@ class ExampleData(TrainingData):
             yield f"{counted(training.epochs, 'epoch')} {verb} {counted(training.train_iters, 'step')}"
         for what, pieces in (("", self.packed.train), (" for evaluation", self.packed.valid)):
             if pieces is not None:
-                yield from _remarks(pieces, setup.sizes.seq, noun, what)
+                yield from remarks(pieces, setup.sizes.seq, noun, what)
         if setup.settings.data.show_sample:
             yield from preview(dataset[0], setup.tokenizer)
 
@@ -173,8 +174,15 @@ class ExampleData(TrainingData):
         steps = epoch / setup.sizes.batch.full
         plural = "" if steps == 1 else "s"
         if examples.images is not None and examples.images.placed:
-            number = f"{number}, {counted(len(examples.images.placed), 'image')}"
+            number = f"{number}, {_images(examples.images)}"
         return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
+
+
+def _images(images: Images) -> str:
+    """Return a text such as `4 images of 9 to 35 tokens`."""
+    least, most = images.tokens.min(), images.tokens.max()
+    sizes = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"{counted(len(images.placed), 'image')} of {sizes} tokens"
 
 
 def _margins(margins: NDArray[np.float64]) -> str:
@@ -182,7 +190,7 @@ def _margins(margins: NDArray[np.float64]) -> str:
     return f"margins from {margins.min():g} to {margins.max():g}, {margins.mean():.4g} in the mean"
 
 
-def _remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
+def remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
     """Yield a line for each property of the examples that a user may not expect. what: the purpose of the examples."""
     examples = pieces.examples
     margins = pieces.margins if isinstance(pieces, PairPieces) else None
@@ -199,6 +207,12 @@ def _remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
         number = counted(pieces.dropped, noun)
         verb, them = ("was", "it") if pieces.dropped == 1 else ("were", "them")
         yield f"warning: {number}{what} {verb} dropped: nothing to learn is left of {them}"
+    if examples.images is not None:
+        left_out = examples.images.outside(pieces.starts, pieces.ends)
+        if left_out:
+            number = counted(left_out, "image")
+            verb = "is" if left_out == 1 else "are"
+            yield f"warning: {number}{what} {verb} in no sample, because --seq-length {seq} is too short; {SMALLER_IMAGES}"
     if examples.unread:
         quoted = [f'"{name}"' for name in sorted(examples.unread)]
         yield f"fields that are not read{what}: {', '.join(quoted)}"

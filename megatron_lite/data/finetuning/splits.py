@@ -14,6 +14,8 @@ from megatron_lite.data.finetuning.packing import epochs
 from megatron_lite.data.finetuning.pieces import PairPieces, Pieces
 from megatron_lite.data.samples import Dataset
 
+SMALLER_IMAGES = "a smaller size in preprocessor_config.json gives images fewer tokens"
+
 
 def _dataset(
     source: Pieces, members: NDArray[np.int64], seq_length: int, samples: int | None, seed: int
@@ -52,7 +54,7 @@ def split_datasets(
     if not len(pieces):
         raise CorruptCheckpoint(
             f"--finetune-data: nothing that is to be learned lies in the first {seq_length} tokens of an example; "
-            "--seq-length takes more"
+            f"--seq-length takes more{_about_images(pieces)}"
         )
     return found
 
@@ -65,3 +67,11 @@ def samples_of(pieces: Pieces, seq_length: int, seed: int, split: str | None, co
         return count * len(members)
     made = epochs(members.astype(np.int64), pieces.ends - pieces.starts - 1, seq_length, seed)
     return sum(len(packs) for packs in islice(made, count))
+
+
+def _about_images(pieces: Pieces) -> str:
+    """Return what to do about large images."""
+    images = pieces.examples.images
+    if images is None or not images.placed:
+        return ""
+    return f". An image has up to {images.tokens.max():,} tokens; {SMALLER_IMAGES}"

@@ -37,10 +37,20 @@ class Images:
     def of(cls, reader: ImageReader, placed: Sequence[Placed]) -> "Images":
         return cls(reader, placed, np.array([image.start for image in placed], np.int64))
 
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[images]: number of tokens of each image."""
+        return np.array([image.grid.tokens for image in self.placed], np.int64)
+
     def within(self, first: int, end: int) -> Sequence[Placed]:
         """Return the images whose first token is in [first, end)."""
         start, stop = np.searchsorted(self.starts, (first, end))
         return self.placed[start:stop]
+
+    def outside(self, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
+        """Return the number of images that are in none of these parts of examples. The token at an end is a label alone."""
+        inside = np.searchsorted(self.starts, ends - 1) - np.searchsorted(self.starts, firsts)
+        return len(self.placed) - int(inside.sum())
 
     def last_whole(self, first: int, end: int) -> int:
         """Return the end of a part of an example that holds no part of an image: `end`, or the start of its last image.
