@@ -15,12 +15,21 @@ _FULL_NAMES = {
 """Short options of parallel sizes -> the full words of their subject."""
 _LONG_FORMS = {"average": "megaconv convert --average", "merge": "megaconv convert --adapter"}
 """Commands that are short for `convert` -> their long forms, which have all options of `convert`."""
+TRAINER_COMMANDS = frozenset((
+    "pretrain", "finetune", "preprocess", "data", "generate", "chat", "score", "serve", "evaluate", "calibrate", "retro",
+    "embed", "retrieve", "models", "recipes", "plot", "completion",
+))  # fmt: skip
+"""Commands that only megatron-lite has."""
+_UNKNOWN_COMMAND = re.compile(r"no such command '([^']*)'")
 
 
 def wrong_usage(error: Any) -> str:
     """Return the message of typer's error in one line, with a remedy. error: a UsageError of typer's click."""
     message = _in_plain_words(error.format_message()).rstrip(".")
     message = message[0].lower() + message[1:]
+    unknown = _UNKNOWN_COMMAND.match(message)
+    if unknown and unknown[1] in TRAINER_COMMANDS:
+        return f"{unknown[0]}; `megatron-lite {unknown[1]}` is a command of the trainer"
     if error.ctx is None or message.endswith("?"):
         return message.replace("'. Did", "'; did")
     command = "megaconv" if error.ctx.parent is None else f"megaconv {error.ctx.command.name}"

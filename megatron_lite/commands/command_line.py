@@ -67,13 +67,21 @@ def run(arguments: Sequence[str]) -> None:
     if command in OTHERS:
         sys.exit(_run_other(command, words[1:]))
     if command not in DESCRIPTIONS:
-        from difflib import get_close_matches
-
-        known = (*DESCRIPTIONS, *OTHERS)
-        near = get_close_matches(command, known, 1)
-        meant = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
-        _refuse(f"unknown command {command!r}{meant}")
+        _refuse(f"unknown command {command!r}; {_remedy(command)}")
     _train(command, words[1:])
+
+
+def _remedy(command: str) -> str:
+    """Return a hint for a command that megatron-lite doesn't have."""
+    from difflib import get_close_matches
+
+    from megaconv.commands.cli import COMMANDS
+
+    if command in COMMANDS:
+        return f"`megaconv {command}` is a command of the converter"
+    known = (*DESCRIPTIONS, *OTHERS)
+    near = get_close_matches(command, known, 1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 def _run_other(command: str, words: list[str]) -> int | None:

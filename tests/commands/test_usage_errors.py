@@ -426,6 +426,8 @@ def test_a_word_in_place_of_a_number_is_refused_in_plain_words(
         ("serve-hf", "missing argument 'PATH...'", "`megaconv serve-hf --help` describes the command"),
         ("convrt a b", "no such command 'convrt'", "did you mean 'convert'?"),
         ("zebra", "no such command 'zebra'", "`megaconv --help` describes the command"),
+        ("serve model", "no such command 'serve'", "`megatron-lite serve` is a command of the trainer"),
+        ("finetune model", "no such command 'finetune'", "`megatron-lite finetune` is a command of the trainer"),
         ("plan a --tp two", "invalid value for '--tp': 'two' is not a whole number", "`megaconv plan --help` describes the command"),
     ],
 )  # fmt: skip
@@ -449,3 +451,11 @@ def test_a_misspelt_loader_or_saver_gets_the_nearest_name(
 ) -> None:
     refused = run(*(str(model) if word == "a" else word for word in words.split()))
     assert_refused(refused, 2, f"did you mean {nearest}? Known: ")
+
+
+def test_all_commands_of_the_trainer_alone_are_known_as_such() -> None:
+    from megaconv.commands.cli import COMMANDS
+    from megaconv.commands.wrong_usage import TRAINER_COMMANDS
+    from megatron_lite.commands.command_line import DESCRIPTIONS, OTHERS
+
+    assert {*DESCRIPTIONS, *OTHERS} - {*COMMANDS} == TRAINER_COMMANDS

@@ -110,6 +110,9 @@ def test_a_mistake_in_flags_is_found_without_torch() -> None:
     )
     assert "MODEL is missing" in refusal("generate", "--seed", "3")
     assert refusal("finetun", "model", "data").endswith("did you mean finetune?")
+    assert refusal("push", "model", "org/name").endswith(
+        "`megaconv push` is a command of the converter"
+    )
 
 
 @pytest.mark.parametrize(
