@@ -146,9 +146,10 @@ class RunningBatch:
         feeds: list[tuple[Row, int]] = []
         for row in self._reading:
             count = row.waits_for
-            if row is self._reading[0]:
-                count = min(count, budget)
-            if count <= budget:
+            is_first = row is self._reading[0]
+            if is_first:
+                count = row.fitting(min(count, budget))
+            if is_first or count <= budget:
                 feeds.append((row, count))
                 budget -= count
         logits = self.model.extend([row.part(count) for row, count in feeds])

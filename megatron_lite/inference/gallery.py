@@ -10,10 +10,11 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
-from megaconv.errors import UsageError
+from megaconv.errors import CheckpointError, UsageError
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.images.files import ImageFile
+from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.reader import ImageReader, Inputs
 from megatron_lite.data.images.written import Words, Written
 from megatron_lite.inference.image_tokens import tokens_of
@@ -33,6 +34,8 @@ class Picture:
     written: Written
     vectors: Tensor = field(repr=False)
     """[1 + further, tokens, hidden]: see models.pictures.Pictures."""
+    is_whole: bool
+    """True if its tokens attend to each other in both directions, so that they have to be read together."""
 
 
 class Images(Protocol):
@@ -78,7 +81,9 @@ class Gallery:
     ) -> None:
         """words: the texts of its tokens. load_encoder: called for the first image."""
         self._reader, self._words, self._load_encoder = reader, words, load_encoder
-        self._placeholder = reader.require_kind().placeholder(words)
+        kind = reader.require_kind()
+        self._placeholder = kind.placeholder(words)
+        self._is_whole = kind.joint(reader.config) is not Joint.NOWHERE
         self._known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
         self._by_number: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._recent: deque[Picture] = deque(maxlen=_RECENT)
@@ -102,9 +107,10 @@ class Gallery:
     def _read(self, file: ImageFile, key: bytes) -> Picture:
         try:
             written, inputs = self._reader.read(file, self._words)
-        except BadRecord as error:
+            vectors = self._encode(inputs, written.grid.tokens)
+        except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        picture = Picture(self._count, written, self._encode(inputs, written.grid.tokens))
+        picture = Picture(self._count, written, vectors, self._is_whole)
         self._count += 1
         self._known[key] = self._by_number[picture.number] = picture
         return picture

@@ -33,3 +33,17 @@ def images_of(tokens: Iterable[int]) -> list[int]:
 def without_images(tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens of the vocabulary in a row."""
     return [token for token in tokens if token < FIRST]
+
+
+def extent(tokens: Sequence[int], place: int) -> tuple[int, int]:
+    """Return the places [first, last) of the image in which a row is cut; (place, place) for a cut elsewhere.
+
+    place: of the token behind the cut.
+    """
+    number, part = place_of(tokens[place])
+    if tokens[place] < FIRST or part == 0:
+        return place, place
+    last = place
+    while last < len(tokens) and place_of(tokens[last])[0] == number:
+        last += 1
+    return place - part, last

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from formats.errors import CorruptCheckpoint
-from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.reader import ImageReader, Inputs
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_lite.inference.gallery import TEXT_ALONE, Encode, Gallery, Images, NoImages
 from megatron_lite.inference.model import EngineModel
-from megatron_lite.inference.shown_images import ShownImages
+from megatron_lite.inference.shown_images import ShownImages, Traits
 from megatron_lite.objectives.image_chats import (
     axes_tensor,
     multimodal_directory,
@@ -25,17 +24,24 @@ def open_images(given: argparse.Namespace, model: EngineModel, tokenizer: Tokeni
     reader = _reader(given, tokenizer)
     if isinstance(reader, NoImages):
         return reader
-    config, device = model.engine.config, model.grid.device
-    require_same_width(reader, config)
-    axes = axes_tensor(reader, config)
+    require_same_width(reader, model.engine.config)
     assert isinstance(tokenizer, HuggingFaceTokenizer), "others have no chat template"
-    inner, kind = tokenizer.inner, reader.require_kind()
-    words = kind.words_of(reader.config, lambda token: str(inner.convert_ids_to_tokens(token)))
+    inner = tokenizer.inner
+    words = reader.require_kind().words_of(
+        reader.config, lambda token: str(inner.convert_ids_to_tokens(token))
+    )
     gallery = Gallery(reader, words, lambda: _encoder(reader, model))
-    on_device = None if axes is None else axes.to(device)
-    stand_in = kind.stand_in(reader.config) or 0
-    model.images = ShownImages(gallery, model.engine, model.length, on_device, stand_in)
+    model.images = ShownImages(gallery, model.engine, model.length, _traits(reader, model))
     return gallery
+
+
+def _traits(reader: ImageReader, model: EngineModel) -> Traits:
+    kind, axes = reader.require_kind(), axes_tensor(reader, model.engine.config)
+    return Traits(
+        None if axes is None else axes.to(model.grid.device),
+        kind.stand_in(reader.config) or 0,
+        kind.joint(reader.config),
+    )
 
 
 def _encoder(reader: ImageReader, model: EngineModel) -> Encode:
@@ -64,9 +70,4 @@ def _reader(given: argparse.Namespace, tokenizer: Tokenizer) -> ImageReader | No
     if reader.kind is None:
         kind = reader.config.get("model_type")
         return NoImages(f"images of the model type {kind!r} are not supported; send text alone")
-    if reader.kind.joint(reader.config) is not Joint.NOWHERE:
-        kind = reader.config["model_type"]
-        return NoImages(
-            f"images are not supported for {kind}, which reads them in both directions; send text alone"
-        )
     return reader

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megatron_lite.inference.beams import Search
 from megatron_lite.inference.free_slots import Held
 from megatron_lite.inference.grammar import Matcher
+from megatron_lite.inference.image_tokens import extent
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.slots import Feed
 
@@ -38,6 +39,14 @@ class Row:
         if self.search is not None or self.stale:
             return Held()
         return Held(self.tokens[: self.done], self.request.adapter)
+
+    def fitting(self, count: int) -> int:
+        """Return the number of tokens of the prompt to read together: about `count`, without cutting an image that is whole."""
+        end = self.done + count
+        if end == len(self.tokens) or not any(each.is_whole for each in self.request.pictures):
+            return count
+        first, last = extent(self.tokens, end)
+        return (first if first > self.done else last) - self.done
 
     def part(self, count: int) -> Feed:
         """Return a feed with the next tokens of the prompt."""

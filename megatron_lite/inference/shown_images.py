@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.positions import patches
 from megatron_lite.data.images.written import Grid
 from megatron_lite.engine import Engine
@@ -17,7 +18,7 @@ from megatron_lite.inference.image_tokens import FIRST, images_of, place_of
 from megatron_lite.inference.slots import Feed
 from megatron_lite.inference.turns import Turn, send
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.pictures import Pictures
+from megatron_lite.models.pictures import Pictures, joint_of
 from megatron_lite.parallel import comm
 
 MOST_VECTORS = 1 << 16
@@ -31,6 +32,8 @@ class Seen(NamedTuple):
     """int64 [rows, tokens], with a token of the vocabulary in the places of images."""
     pictures: Pictures | None = None
     pair_positions: Tensor | None = None
+    joint: Tensor | None = None
+    joint_in_windows: bool = False
     """See models.batch.Microbatch."""
 
     def microbatch(self, positions: Tensor) -> Microbatch:
@@ -41,7 +44,19 @@ class Seen(NamedTuple):
             positions=positions,
             pair_positions=self.pair_positions,
             pictures=self.pictures,
+            joint=self.joint,
+            joint_in_windows=self.joint_in_windows,
         )
+
+
+class Traits(NamedTuple):
+    """How a model takes images."""
+
+    axes_of_pairs: Tensor | None
+    """See objectives.image_chats.ImageFeeder."""
+    stand_in: int
+    """The token for which layers with embeddings of their own take the parts of images."""
+    joint: Joint
 
 
 class _Image(NamedTuple):
@@ -54,22 +69,12 @@ class _Image(NamedTuple):
 class ShownImages:
     """The images of one rank. All ranks get the same ones, in the same order."""
 
-    def __init__(
-        self,
-        gallery: Gallery,
-        engine: Engine,
-        length: int,
-        axes_of_pairs: Tensor | None,
-        stand_in: int,
-    ) -> None:
-        """length: of the longest row. axes_of_pairs: see objectives.image_chats.ImageFeeder.
-
-        stand_in: the token for which layers with embeddings of their own take the parts of images.
-        """
-        self._gallery, self._stand_in = gallery, stand_in
+    def __init__(self, gallery: Gallery, engine: Engine, length: int, traits: Traits) -> None:
+        """length: of the longest row."""
+        self._gallery, self._traits = gallery, traits
         self._grid, self._device = engine.grid, engine.grid.device
         self._hidden, self._dtype = engine.config.hidden, engine.dtype
-        self._length, self._axes = length, axes_of_pairs
+        self._length, self._axes = length, traits.axes_of_pairs
         self._images: dict[int, _Image] = {}
         self._positions: dict[int, NDArray[np.int64]] = {}
         """By slot, for rows with an image: [length, 3], frame, row and column of each token."""
@@ -115,13 +120,25 @@ class ShownImages:
 
     def see(self, feeds: Sequence[Feed], tokens: Tensor) -> Seen:
         """Return the input of a pass. tokens: of the feeds, int64 [feeds, longest], on the CPU."""
-        places = tokens >= FIRST
-        pictures = self._pictures(tokens, places) if bool(places.any()) else None
+        of_images = tokens >= FIRST
+        lengths = torch.tensor([len(feed.tokens) for feed in feeds])
+        # A token of padding repeats the last one, and may not be a part of its image.
+        places = of_images & (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1))
         positions = self._positions_of(feeds, tokens.shape[1])
         pairs = None
         if positions is not None and self._axes is not None:
             pairs = positions.to(self._device)[..., self._axes]
-        return Seen(tokens.masked_fill(places, self._stand_in).to(self._device), pictures, pairs)
+        known = tokens.masked_fill(of_images, self._traits.stand_in).to(self._device)
+        if not bool(places.any()):
+            return Seen(known, None, pairs)
+        joint = self._traits.joint
+        return Seen(
+            known,
+            self._pictures(tokens, places),
+            pairs,
+            None if joint is Joint.NOWHERE else joint_of(places).to(self._device),
+            joint_in_windows=joint is Joint.IN_WINDOWS,
+        )
 
     def _pictures(self, tokens: Tensor, places: Tensor) -> Pictures:
         ids = tokens[places].tolist()

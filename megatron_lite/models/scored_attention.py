@@ -135,7 +135,8 @@ def _visibility(run: Pass, keys: int) -> Visibility:
     queries = run.positions.t()
     if run.cache is not None:
         places = torch.arange(keys, device=queries.device).view(1, -1)
-        return Visibility(queries, places, None, in_order=False)
+        joint = None if run.joint is None else (run.joint, _in_cache(run.joint, queries, keys))
+        return Visibility(queries, places, None, in_order=False, joint=joint)
     context = run.context
     places = queries if context is None else context.whole(run.positions, 0).t()
 
@@ -147,6 +148,15 @@ def _visibility(run: Pass, keys: int) -> Visibility:
 
     in_order = run.in_order and context is None
     return Visibility(queries, places, both(run.documents), in_order, joint=both(run.joint))
+
+
+def _in_cache(joint: Tensor, queries: Tensor, keys: int) -> Tensor:
+    """Return int64 [batch, keys]: the numbers of all keys in a cache. Earlier ones are joint with no new token.
+
+    joint: see Microbatch. queries: int64 [batch or 1, queries], their places.
+    """
+    nowhere = torch.full((len(joint), keys), -1, device=joint.device)
+    return nowhere.scatter(1, queries.expand_as(joint), joint)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # masks are made once for many layers

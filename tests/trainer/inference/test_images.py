@@ -15,17 +15,22 @@ from torch import Tensor
 from megaconv.errors import UsageError
 from megatron_lite.cli import main
 from megatron_lite.data.images.files import ImageFile
+from megatron_lite.inference import shown_images
+from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.commands.chat import parser
 from megatron_lite.inference.image_tokens import FIRST
 from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.inference.prompts import Shown, encode_chat
+from megatron_lite.inference.requests import Request
+from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import Feed
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
 from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.inference.illustrated import FOLLOWING, NAMES, PROMPT, in_layout
+from tests.trainer.inference.models import tiny
 from tests.trainer.inference.serving import ForkedServing
-from tests.trainer.multimodal import MODELS, create, token, write_chats
+from tests.trainer.multimodal import MODELS, PLACEHOLDERS, create, token, tokenizer, write_chats
 from tests.trainer.parallel.worlds import World
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -58,30 +63,27 @@ def of_transformers(kind: str, directory: Path) -> tuple[list[int], Tensor]:
     from PIL import Image
 
     hf = directory / "hf"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    own_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     processor = transformers.AutoImageProcessor.from_pretrained(hf)
     model = transformers.AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
     images = [Image.open(directory / "data" / name) for name in NAMES]
     given = arguments_of(kind, transformers)
     arguments = dict(processor(images=images, return_tensors="pt", **given))
-    text = tokenizer.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
-    first, *others = text.split(WORD)
+    text = own_tokenizer.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
+    first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
     written = texts_of(kind, transformers, arguments, WORD)
     text = first + "".join(map("".join, zip(written, others, strict=True)))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = own_tokenizer(text, add_special_tokens=False)["input_ids"]
     row = torch.tensor([[*ids, *FOLLOWING]])
-    arguments |= {"input_ids": row, "mm_token_type_ids": (row == token(WORD)).int()}
+    kinds = (row == token(WORD)).int()
+    arguments |= {"input_ids": row, "mm_token_type_ids": kinds, "token_type_ids": kinds}
     known = signature(model.forward).parameters
     taken = {name: value for name, value in arguments.items() if name in known}
     with torch.no_grad():
         return ids, model(**taken).logits[0]
 
 
-JOINT = ("gemma3", "gemma4")
-"""Models that read images in both directions."""
-
-
-@pytest.fixture(scope="module", params=[kind for kind in MODELS if kind not in JOINT])
+@pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = tmp_path_factory.mktemp(request.param)
     create(request.param, directory / "hf")
@@ -113,7 +115,8 @@ def test_logits_are_those_of_transformers(case: Case) -> None:
 def test_a_prompt_in_parts_beside_other_rows_gives_the_same(case: Case) -> None:
     """A part may end within an image. Another row has no image, or the images in another slot."""
     model, start = case.opened.model, len(case.prompt)
-    middle = next(n for n, each in enumerate(case.prompt) if each >= FIRST) + 2
+    middle = next(n for n, each in enumerate(case.prompt) if each >= FIRST)
+    middle += 0 if case.shown.pictures[0].is_whole else 2
     text = tuple(range(40, 60))
     alone = model.extend([Feed(1, 0, text)])[0]
     model.extend([Feed(0, 0, case.prompt[:middle]), Feed(1, 0, text[:7])])
@@ -126,6 +129,19 @@ def test_a_prompt_in_parts_beside_other_rows_gives_the_same(case: Case) -> None:
         assert_near(each, case.logits[start])
     again = model.extend([Feed(0, 0, text)])[0]  # the slot has had images
     assert_near(again, alone)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_prompts_are_read_in_parts(case: Case, size: int) -> None:
+    """An image whose tokens attend to each other in both directions is read as a whole, however small the parts are."""
+    batch = RunningBatch(case.opened.model, prompt_tokens=size)
+    pictures = tuple(case.shown.pictures)
+    batch.add(Request(case.prompt, 3, Sampling(0), log_probs=1, pictures=pictures))
+    first = next(steps(batch))
+    assert first.likelihood is not None
+    expected = case.logits[len(case.prompt) - 1].log_softmax(-1)
+    assert first.token == expected.argmax()
+    assert first.likelihood.log_prob == pytest.approx(expected.max().item(), abs=1e-3)
 
 
 LAYOUTS = {"tp": (2, 1, 1), "pp": (1, 2, 1), "pp4": (1, 4, 1), "dp": (1, 1, 2)}
@@ -160,11 +176,11 @@ def answer_of_transformers(directory: Path, names: Sequence[str], text: str, cou
     from PIL import Image
 
     hf = directory / "hf"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
+    own_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     processor = transformers.AutoImageProcessor.from_pretrained(hf)
     model = transformers.AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
     content = [*({"type": "image"} for _ in names), {"type": "text", "text": text}]
-    rendered = tokenizer.apply_chat_template(
+    rendered = own_tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
     images = [Image.open(directory / "data" / name) for name in names]
@@ -172,7 +188,7 @@ def answer_of_transformers(directory: Path, names: Sequence[str], text: str, cou
     first, *others = rendered.split(WORD)
     written = texts_of("qwen2_5_vl", transformers, arguments, WORD)
     rendered = first + "".join(map("".join, zip(written, others, strict=True)))
-    ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    ids = own_tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
     made = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
@@ -182,7 +198,7 @@ def answer_of_transformers(directory: Path, names: Sequence[str], text: str, cou
         do_sample=False,
         **arguments,
     )
-    answer: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    answer: str = own_tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
     return answer
 
 
@@ -297,9 +313,34 @@ def test_a_text_with_the_token_of_images_is_refused(qwen: Path, server: ForkedSe
     assert "2 tokens of images" in found["error"]["message"]
 
 
-@pytest.mark.parametrize("kind", JOINT)
-def test_images_in_both_directions_are_refused(kind: str, tmp_path: Path) -> None:
-    create(kind, tmp_path / "hf")
-    opened = opened_model(tmp_path / "hf")
-    with pytest.raises(UsageError, match="which reads them in both directions; send text alone"):
-        opened.images.add(ImageFile(b""))
+def test_an_image_that_a_rank_has_no_longer_comes_again(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_images, "MOST_VECTORS", 60)
+    opened = opened_model(qwen / "hf")
+    found = []
+    for names in (NAMES, ("2.png", "3.png"), NAMES):
+        pictures = [opened.images.add(ImageFile(qwen / "data" / name)) for name in names]
+        assert sum(each.written.grid.tokens for each in pictures) <= 60
+        prompt = encode_chat(opened.tokenizer, PROMPT, shown=Shown(opened.images, pictures))
+        found.append((prompt, opened.model.extend([Feed(0, 0, prompt)])))
+    first, other, again = found
+    assert first[0] == again[0] != other[0]
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[1], other[1])
+
+
+def test_the_same_bytes_are_the_same_image(qwen: Path, tmp_path: Path) -> None:
+    opened = opened_model(qwen / "hf")
+    path = qwen / "data" / "0.png"
+    first = opened.images.add(ImageFile(path))
+    assert opened.images.add(ImageFile(path.read_bytes())) is first
+    with pytest.raises(UsageError, match=r"none\.png: can't be read: No such file"):
+        opened.images.add(ImageFile(tmp_path / "none.png"))
+
+
+def test_models_of_text_refuse_images(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="this model reads text alone; send no images"):
+        opened_model(tmp_path).images.add(ImageFile(b""))
