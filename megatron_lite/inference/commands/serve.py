@@ -87,7 +87,7 @@ def parser() -> Parser:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="that answers have to end in after SIGTERM (30)",
+        help="that answers have to end in after SIGTERM or Ctrl-C (30)",
     )
     add_images(made)
     add_drafting(made)

@@ -81,6 +81,7 @@ def _serve(
 
     from megatron_lite.inference.server.access_log import AccessLog
     from megatron_lite.inference.server.app import Limits, Server
+    from megatron_lite.inference.server.ending import announce_end
     from megatron_lite.inference.server.local_only import is_loopback
     from megatron_lite.inference.server.worker import Worker
 
@@ -102,9 +103,10 @@ def _serve(
     reasoning = given.reasoning or (BY_TEMPLATE if given.separate_reasoning else None)
     server = Server(opened, worker, name, limits, key, reasoning, local_name, given.tool_calls)
     app = AccessLog(server.app()) if given.access_log else server.app()
+    seconds = max(1, int(given.shutdown_timeout))
     config = uvicorn.Config(
         app, given.host, given.port, log_level="warning", lifespan="off",
-        timeout_graceful_shutdown=max(1, int(given.shutdown_timeout)),
+        timeout_graceful_shutdown=seconds,
     )  # fmt: skip
     # Listen before printing the address, so that clients can connect at once.
     bound.listen(config.backlog)
@@ -113,7 +115,9 @@ def _serve(
     # uvicorn raises the signal that ended it again, after it has shut down.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    uvicorn.Server(config).run(sockets=[bound])
+    listener = uvicorn.Server(config)
+    announce_end(listener, lambda: sum(worker.counts), seconds)
+    listener.run(sockets=[bound])
     worker.stop()
 
 

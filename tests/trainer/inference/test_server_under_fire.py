@@ -1,5 +1,6 @@
 """The server under fire: 200 requests at the same time, of which many are wrong or go away; limits; and its end."""
 
+import signal
 import socket
 import time
 from collections import Counter
@@ -221,3 +222,17 @@ def test_answers_that_take_longer_than_the_end_may_are_cut_off(slow: Path) -> No
     assert "shutting down" in events
     assert "[DONE]" not in events
     assert (refused, answer["error"]["message"]) == (503, "the server is shutting down")
+
+
+def test_ctrl_c_lets_answers_end_and_a_second_one_ends_them(slow: Path) -> None:
+    running = Serving(slow, "--shutdown-timeout", "60")
+    answer = ThreadPoolExecutor(1).submit(running.ask, COMPLETIONS, LONG | {"stream": True})
+    while running.metric("requests_running") < 1:
+        time.sleep(0.05)
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.stderr is not None
+    line = running.process.stderr.readline()
+    assert "waits for 1 request, 60 s at most, and ends; Ctrl-C again" in line
+    running.process.send_signal(signal.SIGINT)
+    assert running.process.wait(20) == 0
+    assert "[DONE]" not in answer.result()[1]
