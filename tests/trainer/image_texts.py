@@ -22,6 +22,11 @@ def image_processor(kind: str, transformers: Any) -> Any:
     if kind == "llava":
         side = {"height": 16, "width": 16}
         return transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
+    if kind == "llava_next":
+        side, tiles = {"height": 16, "width": 16}, [[16, 32], [32, 16], [32, 32]]
+        return transformers.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 16}, crop_size=side, image_grid_pinpoints=tiles
+        )
     if kind == "internvl":
         side = {"height": 16, "width": 16}
         return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4)
@@ -104,6 +109,13 @@ def texts_of(
         }
         processor = _without_parts(transformers.Gemma4Processor, **words)
         return _written(processor, processed, len(processed["num_soft_tokens_per_image"]))
+    if kind == "llava_next":
+        fields = {
+            "image_token": word, "patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default",
+            "image_processor": image_processor(kind, transformers),
+        }  # fmt: skip
+        processor = _without_parts(transformers.LlavaNextProcessor, **fields)
+        return _written(processor, processed, len(processed["image_sizes"]))
     grids = processed.get("image_grid_thw")
     if grids is None:
         return [word * 16 for _ in processed["pixel_values"]]

@@ -1,20 +1,18 @@
 """Small random multimodal models in Hugging Face's files, with tokenizer and image processor, and chats with images for them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tests.trainer.image_texts import image_processor
+from tests.trainer.multimodal_configs import MODELS as MODELS  # tests import it here, and token
+from tests.trainer.multimodal_configs import WITHOUT_VIDEOS
+from tests.trainer.special_tokens import SPECIAL, START
+from tests.trainer.special_tokens import token as token
 
-START = "<start_of_image>"
-SPECIAL = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
-    "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>",
-    "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>",
-)  # fmt: skip
 NAMED = {
     "image_token": "<|image_pad|>", "boi_token": START, "eoi_token": "<end_of_image>",
 }  # fmt: skip
@@ -25,19 +23,10 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+PLACEHOLDERS = {"gemma3": START}
+"""Models whose template writes another token for an image than the one that its encoder's vectors replace."""
 SIZES = ((56, 40), (24, 24), (64, 32), (33, 47))
 """(width, height) of the images of the chats."""
-TEXT: Mapping[str, Any] = {
-    "vocab_size": 280, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
-    "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
-}  # fmt: skip
-GRID: Mapping[str, Any] = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-
-
-def token(name: str) -> int:
-    """The id of a special token."""
-    return 256 + SPECIAL.index(name)
 
 
 def chats() -> list[Any]:
@@ -109,278 +98,6 @@ def tokenizer(kind: str = "") -> Any:
         written = "<|vision_start|><|image_pad|><|vision_end|>"
         made.chat_template = TEMPLATE.replace(written, PLACEHOLDERS[kind])
     return made
-
-
-def _qwen2_vl(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        **GRID,
-        "depth": 2,
-        "embed_dim": 16,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "mlp_ratio": 2,
-    }
-    return transformers.Qwen2VLConfig, {
-        "text_config": _rotating([2, 1, 1]),
-        "vision_config": vision,
-    }
-
-
-def _qwen2_5_vl(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "window_size": 16,
-        "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    return transformers.Qwen2_5_VLConfig, {
-        "text_config": _rotating([1, 1, 2]),
-        "vision_config": vision,
-    }
-
-
-_VISION_3 = {
-    **GRID, "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32,
-    "num_position_embeddings": 64,
-}  # fmt: skip
-
-
-def _qwen3_vl(transformers: Any) -> tuple[Any, Any]:
-    vision = {**_VISION_3, "deepstack_visual_indexes": [0, 1]}
-    return transformers.Qwen3VLConfig, {
-        "text_config": _rotating([2, 1, 1]),
-        "vision_config": vision,
-    }
-
-
-def _qwen3_vl_moe(transformers: Any) -> tuple[Any, Any]:
-    vision = {**_VISION_3, "deepstack_visual_indexes": [0, 1]}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    text = {**_rotating([2, 1, 1]), **experts}
-    return transformers.Qwen3VLMoeConfig, {"text_config": text, "vision_config": vision}
-
-
-def _qwen3_5(transformers: Any) -> tuple[Any, Any]:
-    linear = {
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16,
-    }  # fmt: skip
-    rope = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
-    text = {**_rotating([1, 1, 0]), **linear}
-    text["rope_parameters"] |= rope
-    return transformers.Qwen3_5Config, {"text_config": text, "vision_config": _VISION_3}
-
-
-def _qwen3_5_moe(transformers: Any) -> tuple[Any, Any]:
-    _, fields = _qwen3_5(transformers)
-    experts = {
-        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-    }  # fmt: skip
-    text = {**fields["text_config"], **experts}
-    return transformers.Qwen3_5MoeConfig, {**fields, "text_config": text}
-
-
-def _glm4v(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
-    }  # fmt: skip
-    text = _rotating([1, 0, 1])
-    text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
-    return transformers.Glm4vConfig, {"text_config": text, "vision_config": vision}
-
-
-def _glm4v_moe(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
-    }  # fmt: skip
-    experts = {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "n_group": 1, "topk_group": 1,
-    }  # fmt: skip
-    text = {**_rotating([1, 0, 1]), **experts}
-    text["rope_parameters"] |= {"partial_rotary_factor": 0.5}
-    return transformers.Glm4vMoeConfig, {"text_config": text, "vision_config": vision}
-
-
-def _glm_ocr(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32, "image_size": 64,
-    }  # fmt: skip
-    text = _rotating([1, 2, 1])
-    return transformers.GlmOcrConfig, {"text_config": text, "vision_config": vision}
-
-
-def _paddleocr_vl(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64, "patch_size": 4,
-        "spatial_merge_size": 2,
-    }  # fmt: skip
-    return transformers.PaddleOCRVLConfig, {
-        "text_config": _rotating([2, 1, 1]),
-        "vision_config": vision,
-    }
-
-
-def _exaone4_5(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        **GRID, "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_key_value_heads": 1, "out_hidden_size": 32,
-        "window_size": 16, "fullatt_block_indexes": [1],
-    }  # fmt: skip
-    windows = {"sliding_window": 9, "sliding_window_pattern": 2}
-    text = {**TEXT, **windows, "model_type": "exaone4"}
-    return transformers.Exaone4_5_Config, {"text_config": text, "vision_config": vision}
-
-
-def _llava(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        "model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "image_size": 16, "patch_size": 4, "projection_dim": 16,
-    }  # fmt: skip
-    return transformers.LlavaConfig, {
-        "text_config": {**TEXT, "model_type": "llama"},
-        "vision_config": vision,
-    }
-
-
-def _internvl(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": [16, 16],
-        "patch_size": [4, 4],
-    }  # fmt: skip
-    return transformers.InternVLConfig, {
-        "text_config": {**TEXT, "model_type": "qwen3"},
-        "vision_config": vision,
-    }
-
-
-_PIXTRAL = {
-    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "patch_size": 4, "image_size": 64, "head_dim": 8,
-}  # fmt: skip
-
-
-def _llava_pixtral(transformers: Any) -> tuple[Any, Any]:
-    fields = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
-    text = {**TEXT, "model_type": "mistral", "sliding_window": None}
-    return transformers.LlavaConfig, {**fields, "text_config": text, "vision_config": _PIXTRAL}
-
-
-def _mistral3(transformers: Any) -> tuple[Any, Any]:
-    text = {**TEXT, "model_type": "mistral", "sliding_window": None}
-    return transformers.Mistral3Config, {"text_config": text, "vision_config": _PIXTRAL}
-
-
-def _lighton_ocr(transformers: Any) -> tuple[Any, Any]:
-    text = {**TEXT, "model_type": "qwen3"}
-    fields = {"spatial_merge_size": 2}
-    return transformers.LightOnOcrConfig, {**fields, "text_config": text, "vision_config": _PIXTRAL}
-
-
-_SIGLIP = {
-    "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "image_size": 16, "patch_size": 4,
-}  # fmt: skip
-
-
-def _smolvlm(transformers: Any) -> tuple[Any, Any]:
-    vision = {**_SIGLIP, "model_type": "smolvlm_vision"}
-    text = {**TEXT, "model_type": "llama"}
-    return transformers.SmolVLMConfig, {
-        "scale_factor": 2,
-        "text_config": text,
-        "vision_config": vision,
-    }
-
-
-def _idefics3(transformers: Any) -> tuple[Any, Any]:
-    _, fields = _smolvlm(transformers)
-    vision = {**_SIGLIP, "model_type": "idefics3_vision"}
-    return transformers.Idefics3Config, {**fields, "vision_config": vision}
-
-
-def _deepseek_vl(transformers: Any) -> tuple[Any, Any]:
-    text = {**TEXT, "model_type": "llama"}
-    return transformers.DeepseekVLConfig, {"text_config": text, "vision_config": _SIGLIP}
-
-
-def _gemma3(transformers: Any) -> tuple[Any, Any]:
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 2,
-    }  # fmt: skip
-    layers = ["sliding_attention", "full_attention"] * 2
-    text = {**TEXT, "sliding_window": 9, "layer_types": layers, "query_pre_attn_scalar": 8}
-    fields = {
-        "mm_tokens_per_image": 16,
-        "boi_token_index": token(START),
-        "eoi_token_index": token("<end_of_image>"),
-    }
-    return transformers.Gemma3Config, {**fields, "text_config": text, "vision_config": vision}
-
-
-def _gemma4(transformers: Any, joint: str | None = "vision", **more: Any) -> tuple[Any, Any]:
-    vision = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "head_dim": 8, "patch_size": 2, "pooling_kernel_size": 2, "position_embedding_size": 64,
-    }  # fmt: skip
-    layers = ["sliding_attention", "full_attention"] * 2
-    text = {
-        **TEXT, "sliding_window": 9, "layer_types": layers, "hidden_size_per_layer_input": 0, "global_head_dim": 16,
-        "use_bidirectional_attention": joint, "pad_token_id": 3, **more,
-    }  # fmt: skip
-    fields = {"boi_token_id": token(START), "eoi_token_id": token("<end_of_image>")}
-    return transformers.Gemma4Config, {**fields, "text_config": text, "vision_config": vision}
-
-
-def _gemma4_small(transformers: Any) -> tuple[Any, Any]:
-    inputs = {
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 280,
-        "num_kv_shared_layers": 2,
-    }
-    return _gemma4(transformers, joint=None, **inputs)
-
-
-def _rotating(sections: list[int]) -> dict[str, Any]:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
-    return {**TEXT, "rope_parameters": rope}
-
-
-MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
-    "qwen2_vl": _qwen2_vl,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_vl_moe": _qwen3_vl_moe,
-    "qwen3_5": _qwen3_5,
-    "qwen3_5_moe": _qwen3_5_moe,
-    "glm4v": _glm4v,
-    "glm4v_moe": _glm4v_moe,
-    "glm_ocr": _glm_ocr,
-    "paddleocr_vl": _paddleocr_vl,
-    "exaone4_5": _exaone4_5,
-    "llava": _llava,
-    "internvl": _internvl,
-    "llava_pixtral": _llava_pixtral,
-    "mistral3": _mistral3,
-    "lighton_ocr": _lighton_ocr,
-    "smolvlm": _smolvlm,
-    "idefics3": _idefics3,
-    "deepseek_vl": _deepseek_vl,
-    "gemma3": _gemma3,
-    "gemma4": _gemma4,
-    "gemma4_small": _gemma4_small,
-}
-PLACEHOLDERS = {"gemma3": START}
-"""Models whose template writes another token for an image than the one that its encoder's vectors replace."""
-WITHOUT_VIDEOS = (
-    "lighton_ocr",
-    "smolvlm",
-    "idefics3",
-    "deepseek_vl",
-    "llava",
-    "internvl",
-    "llava_pixtral",
-    "mistral3",
-    "gemma3",
-)
-"""Models whose configuration has no token for videos."""
 
 
 def create(kind: str, directory: Path) -> None:

@@ -15,6 +15,7 @@ from megatron_lite.data.images.written import (
     pixtral_patch,
     write_apart,
     write_merged,
+    write_next,
     write_numbered,
     write_patches,
     write_rows,
@@ -132,12 +133,12 @@ KINDS: Sequence[ImageKind] = (
         Axes((11, 11, 10), interleaved=True),
     ),
     ImageKind(
-        ("glm4v", "glm4v_moe", "glm_ocr"),
+        ("glm4v", "glm4v_moe", "glm46v", "glm_ocr"),
         ("image_token_id",),
         write_merged,
         Axes((8, 12, 12), interleaved=False),
     ),
-    ImageKind(("exaone4_5",), ("image_token_id",), write_merged),
+    ImageKind(("exaone4_5", "lfm3_vl"), ("image_token_id",), write_merged),
     ImageKind(
         ("llava",),
         ("image_token_id", "image_token_index"),
@@ -146,6 +147,7 @@ KINDS: Sequence[ImageKind] = (
         encoder="pixtral",
     ),
     ImageKind(("llava",), ("image_token_id", "image_token_index"), write_square),
+    ImageKind(("llava_next",), ("image_token_id", "image_token_index"), write_next),
     ImageKind(("internvl",), ("image_token_id",), write_tiles, arguments=_in_tiles),
     ImageKind(
         ("mistral3",), ("image_token_id", "image_token_index"), write_rows, arguments=_of_patches

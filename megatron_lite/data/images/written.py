@@ -3,6 +3,7 @@
 | model | text |
 |---|---|
 | Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
+| LLaVA-NeXT | the same, also for a vector at the end of each row of tiles |
 | InternVL | `<img>`, the same for all tiles of the image, `</img>` |
 | Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
 | Gemma 4 | `<|image>`, the same, `<image|>` |
@@ -75,6 +76,25 @@ def write_square(config: Config, processed: Processed, words: Words) -> Written:
     side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
     is_full = config.get("vision_feature_select_strategy", "default") == "full"
     return _run(Grid(1, 1, side * side + is_full), words.image)
+
+
+def write_next(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the whole image in small, and its tiles without their padding. A row of patches ends with one more vector.
+
+    Source: LlavaNextProcessor of transformers 5.24.
+    """
+    from transformers.image_processing_utils import select_best_resolution
+
+    size, patch = config["vision_config"]["image_size"], config["vision_config"]["patch_size"]
+    height, width = (int(length) for length in processed["image_sizes"][0])
+    fitted = select_best_resolution((height, width), config["image_grid_pinpoints"])
+    rows, columns = (length // size * (size // patch) for length in fitted)
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    whole = write_square(config, processed, words).grid.tokens
+    return _run(Grid(1, 1, whole + rows * (columns + 1)), words.image)
 
 
 def write_tiles(config: Config, processed: Processed, words: Words) -> Written:

@@ -31,7 +31,7 @@ STEP = (
 """One step, with all chats in its one sample. The weights change by the gradients."""
 IMAGES = (("0.png",), ("1.png", "2.png"), (), ("3.png",))
 """The images of the chats."""
-BESIDE = ("visual", "vision_", "projector", "embed_vision", "connector", "aligner")
+BESIDE = ("visual", "vision_", "projector", "embed_vision", "connector", "aligner", "image_newline")
 
 
 @dataclass(frozen=True)
