@@ -85,6 +85,41 @@ def tiles_of(processor: Any, width: int, height: int, arguments: Arguments) -> A
     return [processor.get_number_of_image_patches(height, width, dict(arguments))]
 
 
+def rows_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the rows of tiles of SmolVLM's and Idefics3's processors, [[rows]]."""
+    return _rows_and_columns(processor, width, height, arguments)[0]
+
+
+def columns_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the columns of tiles of SmolVLM's and Idefics3's processors, [[columns]]."""
+    return _rows_and_columns(processor, width, height, arguments)[1]
+
+
+def _rows_and_columns(processor: Any, width: int, height: int, arguments: Arguments) -> list[Any]:
+    count = getattr(processor, "get_number_of_image_patches", None)
+    if count is None or not hasattr(processor, "do_image_splitting"):
+        return [None, None]
+    _, rows, columns = count(height, width, dict(arguments))
+    return [[[rows]], [[columns]]]
+
+
+def soft_tokens_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the number of tokens of Gemma 4's processor, [tokens]."""
+    fit = _function("get_aspect_ratio_preserving_size", processor)
+    if fit is None or not processor.do_resize:
+        return None
+    patch, pooled = processor.patch_size, processor.pooling_kernel_size
+    fitted = _call(
+        fit,
+        height=height,
+        width=width,
+        patch_size=patch,
+        max_patches=processor.max_soft_tokens * pooled**2,
+        pooling_kernel_size=pooled,
+    )
+    return None if fitted is None else [fitted[0] * fitted[1] // (patch * pooled) ** 2]
+
+
 def scaled_size_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
     """Return the size to which Pixtral's processor scales an image, [(height, width)]."""
     fit = _function("get_resize_output_image_size", processor)
@@ -107,6 +142,9 @@ WITHOUT_PIXELS: Mapping[str, Callable[[Any, int, int, Arguments], Any]] = {
     "image_grid_thw": grid_of,
     "num_patches": tiles_of,
     "image_sizes": scaled_size_of,
+    "rows": rows_of,
+    "cols": columns_of,
+    "num_soft_tokens_per_image": soft_tokens_of,
 }
 """Fields of an output -> the functions that compute them from (processor, width, height, arguments)."""
 

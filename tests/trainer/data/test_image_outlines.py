@@ -77,6 +77,27 @@ def test_a_scaled_size_is_that_of_the_processed_pixels() -> None:
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("name", ["SmolVLMImageProcessorPil", "Idefics3ImageProcessorPil"])
+@pytest.mark.parametrize("splits", [True, False])
+def test_rows_and_columns_are_those_of_the_processed_pixels(name: str, splits: bool) -> None:
+    import transformers
+
+    processor = getattr(transformers, name)(
+        size={"longest_edge": 64}, max_image_size={"longest_edge": 16}, do_image_splitting=splits
+    )
+    for field in ("rows", "cols"):
+        assert_computed_as_processed(field, processor, {"return_row_col_info": True})
+
+
+@pytest.mark.oracle
+def test_soft_tokens_are_those_of_the_processed_pixels() -> None:
+    import transformers
+
+    processor = transformers.Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)
+    assert_computed_as_processed("num_soft_tokens_per_image", processor)
+
+
+@pytest.mark.oracle
 def test_a_processor_that_works_in_another_way_is_asked() -> None:
     import transformers
 
