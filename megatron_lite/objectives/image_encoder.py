@@ -40,6 +40,9 @@ class ImageEncoder:
                 directory, local_files_only=True, trust_remote_code=False
             )
             _take_out_layers(config.text_config)
+            # Usually the language model alone is quantized. An encoder that is quantized too is refused below.
+            if hasattr(config, "quantization_config"):
+                del config.quantization_config
             with _quiet(transformers.utils.logging):
                 whole, found = transformers.AutoModelForImageTextToText.from_pretrained(
                     directory,
@@ -60,6 +63,7 @@ class ImageEncoder:
             if hasattr(model, name):
                 setattr(model, name, None)
         _require_all(model, found["missing_keys"], directory)
+        _require_unquantized(model, found["unexpected_keys"], directory)
         self._model = model.to(device).requires_grad_(False).eval()
         self._directory, self._device, self._dtype = directory, device, dtype
 
@@ -144,6 +148,19 @@ def _require_all(model: torch.nn.Module, missing: Iterable[str], directory: Path
         raise TensorMismatch(
             f"{directory}: its files lack {counted(len(lacking), 'tensor')} of the encoder, such as {lacking[0]}; "
             "expected the files of the whole multimodal model"
+        )
+
+
+def _require_unquantized(
+    model: torch.nn.Module, unexpected: Iterable[str], directory: Path
+) -> None:
+    """Raise UsageError if the files have scales of the encoder's weights, or other tensors that its modules lack."""
+    modules = {f"model.{name}" for name, _ in model.named_modules() if name}
+    others = sorted(name for name in unexpected if name.rpartition(".")[0] in modules)
+    if others:
+        raise UsageError(
+            f"{directory}: its encoder is quantized: the files have {others[0]}; give the original model, or one whose language "
+            "model alone is quantized"
         )
 
 

@@ -156,3 +156,33 @@ def test_sections_of_axes_that_do_not_fit_are_named(sections: Any) -> None:
     for axes in (Axes((2, 1, 1), interleaved=False), Axes((2, 1, 1), interleaved=True)):
         with pytest.raises(CorruptCheckpoint, match="three numbers whose sum is 4"):
             axes_of_pairs(axes, config, 4)
+
+
+def quantize(directory: Path, part: str) -> None:
+    """Quantize the projections of a part of the model to FP8, as on the Hub."""
+    path = directory / "model.safetensors"
+    made = {}
+    for name, tensor in load_file(path).items():
+        if part in name and tensor.ndim == 2 and name.endswith("proj.weight"):
+            scale = tensor.abs().max() / 448
+            made[f"{name}_scale_inv"] = scale.reshape(1, 1)
+            tensor = (tensor / scale).to(torch.float8_e4m3fn)
+        made[name] = tensor
+    save_file(made, path, metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    change(directory, CONFIG, lambda config: config.update(quantization_config=how))
+
+
+def test_the_encoder_of_a_quantized_language_model_is_read(made: Path) -> None:
+    """transformers would ask for accelerate, and for a GPU."""
+    image, tokens = add(made).trial()
+    expected = encoder_of(made).encode([image], tokens).vectors
+    quantize(made / "hf", "layers.")
+    assert torch.equal(encoder_of(made).encode([image], tokens).vectors, expected)
+
+
+def test_a_quantized_encoder_is_refused(made: Path) -> None:
+    """Without the scales, its weights would be others."""
+    quantize(made / "hf", "visual.")
+    with pytest.raises(UsageError, match=r"its encoder is quantized: the files have .*scale_inv"):
+        encoder_of(made)
