@@ -11,7 +11,7 @@ neither a greedy answer nor a sampled one: a guess is accepted with the probabil
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -311,9 +311,15 @@ def generate(model: LanguageModel, requests: Sequence[Request]) -> list[Answer]:
     return list(answers.values())
 
 
-def steps(batch: RunningBatch) -> Iterator[Step]:
-    """Yield steps until no request is left. A request that is cancelled meanwhile has no further steps."""
-    while batch.busy:
+def steps(batch: RunningBatch, before_turn: Callable[[], None] = lambda: None) -> Iterator[Step]:
+    """Yield steps until no request is left. A request that is cancelled meanwhile has no further steps.
+
+    before_turn: called before each turn. It may add requests.
+    """
+    while True:
+        before_turn()
+        if not batch.busy:
+            return
         for step in batch.turn():
             if not batch.is_cancelled(step.number):
                 yield step

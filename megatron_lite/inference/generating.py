@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,6 +14,9 @@ from megaconv.terminal import one_line
 from megatron_lite.data.resumable_lines import ResumableLines
 from megatron_lite.inference.batching import NO_TOKEN, RunningBatch, Step, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
+from megatron_lite.inference.chat_prompts import encode_prompt
+from megatron_lite.inference.gallery import Picture
+from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.live_search import open_live_search
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, start_of
@@ -181,10 +185,10 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
         if len(questions) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
         batch, wanted = RunningBatch(opened.answering), request_of(opened, given, question)
-        text = TextStream(opened.tokenizer.detokenize, given.stop, wanted.prompt)
+        text = _stream_of(opened, given, question, wanted)
         # This may raise, so it comes before the prompt is printed.
         request = batch.add(wanted)
-        say(question.text)
+        say(question.text + ("" if question.chat is None else "\n"))
         for step in steps(batch):
             failed |= step.end == "error"
             say(new_text(step, text))
@@ -201,15 +205,27 @@ def new_text(step: Step, text: TextStream) -> str:
 
 def request_of(opened: Opened, given: argparse.Namespace, question: Question) -> Request:
     """Return the request for a row. Raises UsageError for an invalid text or an unknown token."""
-    tokens = (
-        encode(opened.tokenizer, question.text) if question.text else start_of(opened.tokenizer)
-    )
-    require_known(tokens, opened.config.vocab)
+    pictures: tuple[Picture, ...] = ()
+    if question.chat is not None:
+        tokens, pictures = encode_prompt(question.chat, opened.tokenizer, opened.images)
+    elif question.text:
+        tokens = encode(opened.tokenizer, question.text)
+    else:
+        tokens = start_of(opened.tokenizer)
+    require_known(without_images(tokens), opened.config.vocab)
     return Request(
         tokens, given.max_new_tokens, replace(sampling_of(given), seed=question.seed),
         frozenset() if given.ignore_eos else opened.stop_ids, given.log_probs,
-        BeamSettings(given.beams, given.length_penalty) if given.beams else None,
+        BeamSettings(given.beams, given.length_penalty) if given.beams else None, pictures=pictures,
     )  # fmt: skip
+
+
+def _stream_of(
+    opened: Opened, given: argparse.Namespace, question: Question, wanted: Request
+) -> TextStream:
+    """Return the text of a row before its first token. An answer to a chat is a text of its own."""
+    before = wanted.prompt if question.chat is None else ()
+    return TextStream(opened.tokenizer.detokenize, given.stop, before)
 
 
 @dataclass
@@ -222,6 +238,20 @@ class _Answer:
     likelihoods: list[Likelihood] = field(default_factory=list)
     end: str | None = None
     beams: tuple[Beam, ...] = ()
+
+    @property
+    def before(self) -> Sequence[int]:
+        """The tokens that the answer continues. An answer to a chat continues none."""
+        return self.prompt if self.question.chat is None else ()
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields of the line about the prompt."""
+        found = {"prompt": self.question.text}
+        chat = self.question.chat
+        if chat is not None and chat.reference is not None:
+            found["reference"] = chat.reference
+        return found
 
 
 def all_answers(
@@ -244,11 +274,18 @@ def answers(
     """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready."""
     batch = RunningBatch(opened.answering)
     waiting: dict[int, _Answer] = {}
-    for question in asked:
-        wanted = request_of(opened, given, question)
-        text = TextStream(opened.tokenizer.detokenize, given.stop, wanted.prompt)
-        waiting[batch.add(wanted)] = _Answer(question, wanted.prompt, text)
-    for step in steps(batch):
+    questions = iter(asked)
+    # A request holds its images. Others are added at once, so that their errors come first.
+    has_images = any(question.chat is not None and question.chat.has_images for question in asked)
+    most = 2 * opened.model.slots if has_images else len(asked)
+
+    def add_further() -> None:
+        for question in islice(questions, most - sum(batch.counts)):
+            wanted = request_of(opened, given, question)
+            text = _stream_of(opened, given, question, wanted)
+            waiting[batch.add(wanted)] = _Answer(question, wanted.prompt, text)
+
+    for step in steps(batch, add_further):
         answer = waiting[step.number]
         if step.token != NO_TOKEN:
             answer.tokens.append(step.token)
@@ -277,19 +314,19 @@ def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
     if answer.beams:
         found = [
             {
-                "text": continuation(opened.tokenizer.detokenize, answer.prompt, beam.tokens),
+                "text": continuation(opened.tokenizer.detokenize, answer.before, beam.tokens),
                 "tokens": list(beam.tokens),
                 "score": beam.score,
             }
             for beam in answer.beams
         ]
-        return {"prompt": answer.question.text, "beams": found}
+        return {**answer.asked, "beams": found}
     return _plain(answer)
 
 
 def _plain(answer: _Answer) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "prompt": answer.question.text,
+        **answer.asked,
         "text": answer.shown,
         "tokens": answer.tokens,
         "finish_reason": answer.end,

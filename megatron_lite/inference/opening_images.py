@@ -17,6 +17,7 @@ from megatron_lite.objectives.image_chats import (
     require_same_width,
 )
 from megatron_lite.objectives.image_encoder import ImageEncoder
+from megatron_lite.settings.contradictions import flag_name
 
 
 def open_images(given: argparse.Namespace, model: EngineModel, tokenizer: Tokenizer) -> Images:
@@ -61,8 +62,9 @@ def _reader(given: argparse.Namespace, tokenizer: Tokenizer) -> ImageReader | No
     directory = multimodal_directory(given.image_encoder, given.load)
     if directory is None or not isinstance(tokenizer, HuggingFaceTokenizer):
         return TEXT_ALONE
-    if given.draft_tokens:
-        return NoImages("--draft-tokens excludes images: start the model without it")
+    for flag in ("draft_tokens", "stream_weights"):
+        if getattr(given, flag, None):
+            return NoImages(f"{flag_name(flag)} excludes images: start the model without it")
     try:
         reader = ImageReader(directory)
     except CorruptCheckpoint as error:

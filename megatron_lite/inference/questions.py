@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megaconv.errors import UsageError
 from megaconv.terminal import reason_of
+from megatron_lite.data.encoding import BadRecord
+from megatron_lite.inference.chat_prompts import ChatPrompt, read_chat
 from megatron_lite.models.rng import mix
 
 
@@ -21,13 +23,15 @@ class Question:
     text: str
     seed: int
     """The seed of this row's sample."""
+    chat: ChatPrompt | None = None
+    """The chat to answer, whose last message is `text`; None: continue `text`."""
 
 
 @dataclass(frozen=True)
 class Questions:
     """All rows of a run."""
 
-    texts: Sequence[str]
+    prompts: Sequence[str | ChatPrompt]
     samples: int
     """Samples of each text."""
     seed: int
@@ -36,7 +40,7 @@ class Questions:
     """True if each row has a seed of its own, from `seed` and the row's number. Else all rows have `seed`."""
 
     def __len__(self) -> int:
-        return len(self.texts) * self.samples
+        return len(self.prompts) * self.samples
 
     def part(self, first: int, last: int) -> Iterator[Question]:
         """Yield the rows from `first` up to but without `last`."""
@@ -44,16 +48,20 @@ class Questions:
             prompt = row // self.samples
             seed = mix(self.seed, row) if self.own_seeds else self.seed
             number = row if self.unconditional else prompt
-            yield Question(number, self.texts[prompt], seed)
+            asked = self.prompts[prompt]
+            if isinstance(asked, str):
+                yield Question(number, asked, seed)
+            else:
+                yield Question(number, asked.text, seed, asked)
 
 
 def questions_of(given: argparse.Namespace) -> Questions:
     """Return the rows that the flags of `generate` describe. Raises UsageError."""
     if given.unconditional:
         return Questions([""], given.num_samples, given.seed, unconditional=True)
-    texts = [*given.prompts, *(read_prompts(given.prompts_file) if given.prompts_file else ())]
+    prompts = [*given.prompts, *(read_prompts(given.prompts_file) if given.prompts_file else ())]
     several = given.samples_per_prompt is not None
-    return Questions(texts, given.samples_per_prompt or 1, given.seed, own_seeds=several)
+    return Questions(prompts, given.samples_per_prompt or 1, given.seed, own_seeds=several)
 
 
 def check_questions(given: argparse.Namespace) -> None:
@@ -100,8 +108,8 @@ def _check_retrieved(given: argparse.Namespace) -> None:
             )
 
 
-def read_prompts(path: str) -> Iterator[str]:
-    """Yield the prompts of a file. Raises UsageError with the line."""
+def read_prompts(path: str) -> Iterator[str | ChatPrompt]:
+    """Yield the prompts and chats of a file. Raises UsageError with the line."""
     try:
         lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -112,19 +120,28 @@ def read_prompts(path: str) -> Iterator[str]:
         if not line.strip():
             continue
         if is_json:
-            yield _prompt_of(line, f"{path}, line {number}")
+            yield _prompt_of(line, Path(path), number)
         else:
             yield line
 
 
-def _prompt_of(line: str, where: str) -> str:
-    """Return the prompt of a record; also of RealToxicityPrompts: {"prompt": {"text": ...}}."""
+def _prompt_of(line: str, file: Path, number: int) -> str | ChatPrompt:
+    """Return the prompt of a record; also of RealToxicityPrompts: {"prompt": {"text": ...}}; or its chat."""
+    where = f"{file}, line {number}"
     try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError) as error:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
         raise UsageError(
-            f'{where}: expected an object with "prompt", found {line[:60]!r}'
-        ) from error
+            f'{where}: expected an object with "prompt" or "messages", found {line[:60]!r}'
+        )
+    if "prompt" not in record:
+        try:
+            return read_chat(record, file, number)
+        except BadRecord as error:
+            raise UsageError(f"{where}: {error}") from error
+    prompt = record["prompt"]
     text = prompt.get("text") if isinstance(prompt, dict) else prompt
     if not isinstance(text, str):
         raise UsageError(f"{where}: the prompt should be text, found {prompt!r:.60}")

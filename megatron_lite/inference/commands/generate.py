@@ -4,6 +4,7 @@ from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import (
     Parser,
     add_drafting,
+    add_images,
     add_sampling,
     add_streaming,
     command,
@@ -23,7 +24,7 @@ def parser() -> Parser:
         "--prompts-file",
         type=local_word,
         metavar="FILE",
-        help='JSON lines of {"prompt": ...} (.jsonl), or one prompt a line; - for standard input',
+        help='JSON lines of {"prompt": ...} or of chats (.jsonl), or one prompt a line; - for standard input',
     )
     made.add_argument(
         "--retro-neighbors",
@@ -66,6 +67,7 @@ def parser() -> Parser:
         help="continue --output, which an interrupted run with the same flags has left",
     )
     add_streaming(made)
+    add_images(made)
     add_sampling(made, max_new_tokens=64)
     made.add_argument(
         "--log-probs",

@@ -130,6 +130,58 @@ def test_a_stop_word_ends_an_answer(
     assert capfd.readouterr().out == f"Hello{whole[: whole.index(word)]}\n"
 
 
+def test_chats_of_a_file_are_answered_by_the_chat_template(
+    model: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """The answer that a record ends with is the reference. Paired with it, a user can judge the model's own."""
+    directory, theirs = model
+    asked = [{"role": "user", "content": "hi"}]
+    records: list[Any] = [
+        {"messages": [*asked, {"role": "assistant", "content": "hello"}]},
+        {"conversations": [{"from": "human", "value": "and then?"}], "system": "be brief"},
+        {"prompt": "Hello"},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
+    words = ("--prompts-file", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
+    assert run("generate", "--load", directory, *words, "--max-new-tokens", 8) == 0
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    begins = [
+        "<|user|>hi<|end|><|assistant|>",
+        "<|system|>be brief<|end|><|user|>and then?<|end|><|assistant|>",
+        "Hello",
+    ]
+    for line, begin in zip(found, begins, strict=True):
+        assert line["text"] == decoded(directory, continued(directory, theirs, begin, 8)[0])
+    assert [line["prompt"] for line in found] == ["hi", "and then?", "Hello"]
+    assert [line.get("reference") for line in found] == ["hello", None, None]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (
+            {"messages": [{"role": "assistant", "content": "a"}]},
+            "has no message of the user to answer",
+        ),
+        ({"text": "a"}, 'has "text"; expected "prompt", or a chat ("messages")'),
+        ({"messages": []}, 'its "messages" should be a list of messages'),
+        ({"prompt": 3}, "the prompt should be text, found 3"),
+        ([1], 'expected an object with "prompt" or "messages", found \'[1]\''),
+    ],
+)
+def test_other_records_are_refused(
+    record: Any,
+    expected: str,
+    model: tuple[Path, Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(record))
+    assert run("generate", "--load", model[0], "--prompts-file", path) == 2
+    assert capfd.readouterr().err.endswith(f"{path}, line 1: {expected}\n")
+
+
 def test_chat_remembers_what_was_said(
     model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from inspect import signature
@@ -221,6 +222,45 @@ def test_chat_shows_images(
     answer = answer_of_transformers(qwen, NAMES, "what?", 6)
     assert said.out == f"{answer}\n{answer}\n"
     assert said.err == f"{data}/none.png: can't be read: No such file or directory\n"
+
+
+def test_generate_answers_chats_with_images(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all forms of records that training takes."""
+    monkeypatch.setattr(launch, "leave", sys.exit)
+    output = tmp_path / "out.jsonl"
+    words = [
+        "--prompts-file",
+        str(qwen / "data/chats.jsonl"),
+        "--output",
+        str(output),
+        "--slots",
+        "1",
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(
+            [
+                "generate",
+                str(qwen / "hf"),
+                "--dtype",
+                "fp32",
+                "--max-new-tokens",
+                "6",
+                "--ignore-eos",
+                *words,
+            ]
+        )
+    assert not end.value.code
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert lines[0]["text"] == answer_of_transformers(qwen, NAMES[:1], "what is it?", 6)
+    assert [line["prompt"] for line in lines] == [
+        "what is it?",
+        "compare  and ",
+        "no image",
+        "\nhello",
+    ]
+    assert [line["reference"] for line in lines] == ["a cat", "they differ", "none", "bye"]
 
 
 @pytest.fixture(scope="module")
