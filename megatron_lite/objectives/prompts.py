@@ -17,6 +17,7 @@ from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.encoding import BadRecord, read_fields
 from megatron_lite.data.finetuning.dataset import shuffled_epochs
 from megatron_lite.data.finetuning.forms import Message, listed, read_turns
+from megatron_lite.data.finetuning.record_images import has_place, lists_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
@@ -72,6 +73,8 @@ def _read_prompt(record: Record, tokenizer: Tokenizer, template: str | None) -> 
         content, ids = asked, encode(tokenizer, asked)
     elif isinstance(asked, list):
         content = read_turns(fields, "prompt")
+        if lists_images(fields) and has_place(content):
+            raise BadRecord("has images; --grpo learns from texts alone")
         if template is None and not has_chat_template(tokenizer):
             raise BadRecord(
                 "has messages, and the tokenizer has no chat template; give --chat-template"

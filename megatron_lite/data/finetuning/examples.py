@@ -28,7 +28,7 @@ from megatron_lite.data.finetuning.image_chat import (
 )
 from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
-from megatron_lite.data.finetuning.record_images import with_images
+from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.images.files import ImageFile, read_image
 from megatron_lite.data.images.places import Images, Placed
@@ -167,8 +167,9 @@ class _Encoder:
     def _encode(self, record: Record) -> Encoded:
         if isinstance(record.content, str):
             return self._plain(Plain("", record.content))
-        reading = read_record(read_fields(record.content), self._options.finetune_form)
-        _refuse_images(reading.example)
+        fields = read_fields(record.content)
+        reading = read_record(fields, self._options.finetune_form)
+        _refuse_images(reading.example, fields)
         self.unread.update(reading.unread)
         return self._example(reading.example)
 
@@ -208,6 +209,8 @@ class _Encoder:
         if isinstance(record.content, str):
             raise BadRecord("is plain text; pairs are records with a chosen and a rejected answer")
         fields = read_fields(record.content)
+        if lists_images(fields):
+            raise BadRecord("has images; --dpo and --reward-modeling learn from texts alone")
         pair = read_pair(fields)
         margin = read_margin(fields) if self._options.margins else None
         self.unread.update(pair.unread - ({MARGIN} if self._options.margins else set()))
@@ -268,15 +271,18 @@ class _Encoder:
         return Encoded(asked + answer, [False] * len(asked) + [True] * len(answer))
 
 
-def _refuse_images(example: Chat | Plain) -> None:
-    if isinstance(example, Chat) and has_images(example):
+def _refuse_images(example: Chat | Plain, fields: Mapping[str, Any]) -> None:
+    """Raise BadRecord for a chat with an image. A field of images alone may be about something else."""
+    if not isinstance(example, Chat):
+        return
+    if has_images(example) or (lists_images(fields) and has_place(example.messages)):
         raise BadRecord(
             "has an image, and the model of this run reads text alone; --image-encoder DIRECTORY names a multimodal model that reads it"
         )
 
 
 def _refuse_listed_images(fields: Mapping[str, Any]) -> None:
-    if any(fields.get(name) for name in IMAGES):
+    if lists_images(fields):
         raise BadRecord('has images, but no messages where they could be; expected "messages"')
 
 

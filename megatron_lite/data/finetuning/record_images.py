@@ -46,6 +46,16 @@ def with_images(chat: Chat, record: Mapping[str, Any]) -> Chat:
     )
 
 
+def lists_images(record: Mapping[str, Any]) -> bool:
+    """Return whether a record has a field of images that is not empty."""
+    return any(record.get(name) for name in IMAGES)
+
+
+def has_place(messages: Sequence[Message]) -> bool:
+    """Return whether a text has the place of an image."""
+    return any(PLACE in text for message in messages for text in _texts_of(message))
+
+
 def refuse_videos_and_sounds(record: Mapping[str, Any]) -> None:
     """Raise BadRecord for a record with a field of videos or sounds, which would be left out."""
     for name in _OTHER_MEDIA:

@@ -1,12 +1,20 @@
 """Records whose images or videos would be left out are refused."""
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from formats.errors import CorruptCheckpoint
 from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.finetuning.examples import ReadingOptions, read_examples
 from megatron_lite.data.finetuning.forms import Chat, read_record
 from megatron_lite.data.finetuning.record_images import with_images
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from megatron_lite.objectives.prompts import read_prompts
+from tests.trainer.multimodal import tokenizer
 
 IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "a cat?"}
 
@@ -69,3 +77,33 @@ def test_an_image_in_an_unknown_form_is_refused_with_the_known_forms() -> None:
         chat_of(asked([{**IMAGE, "source": source}, TEXT]))
     with pytest.raises(BadRecord, match="content that is not text or an image"):
         chat_of(asked([{"type": "video", "video": "a.mp4"}, TEXT]))
+
+
+@pytest.mark.oracle
+def test_images_are_refused_where_texts_alone_are_learned(tmp_path: Path) -> None:
+    """The places of the images would be learned as texts."""
+    tokenizer().save_pretrained(tmp_path)
+    made = HuggingFaceTokenizer(str(tmp_path))
+    path = tmp_path / "data.jsonl"
+
+    def refused(record: Any, read: Callable[[], object]) -> str:
+        path.write_text(json.dumps(record))
+        with pytest.raises(CorruptCheckpoint) as caught:
+            read()
+        return str(caught.value)
+
+    def read_with(options: ReadingOptions) -> Callable[[], object]:
+        return lambda: read_examples([str(path)], made, options)
+
+    question = [{"role": "user", "content": "<image>a cat?"}]
+    assert "has an image, and the model of this run reads text alone" in refused(
+        asked("<image>a cat?", images=["a.png"]), read_with(ReadingOptions())
+    )
+    pair = {"prompt": "a?", "chosen": "b", "rejected": "c", "images": ["a.png"]}
+    assert "--reward-modeling learn from texts alone" in refused(
+        pair, read_with(ReadingOptions(pairs=True))
+    )
+    assert "--grpo learns from texts alone" in refused(
+        {"prompt": question, "images": ["a.png"]},
+        lambda: read_prompts([str(path)], made, None, "--finetune-data"),
+    )
