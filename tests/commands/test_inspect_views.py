@@ -224,6 +224,20 @@ def test_the_picture_of_a_layout_shows_which_stage_has_which_layers() -> None:
     }
 
 
+def test_the_picture_of_an_encoder_and_a_decoder_shows_the_layers_of_both() -> None:
+    run_of_t5 = FIXTURES / "pipelined-t5-tp1e2d2" / "checkpoint"
+    stages = shown(run_of_t5, "--layout")["layout"]["stages"]
+    assert [(stage["encoder_layers"], stage["layers"]) for stage in stages] == [
+        (1, 0), (1, 0), (0, 1), (0, 1),
+    ]  # fmt: skip
+    lines = run("inspect", run_of_t5, "--layout").out.splitlines()
+    assert "layers 0-1 of the encoder, 0-1 of the decoder" in lines[1]
+    rows = [line[8:14] for line in lines if line.startswith("pp ")]
+    encoder, decoder = rows[0][1], rows[2][3]
+    assert rows == [f"E{encoder}    ", f"  {encoder}   ", f"  E{decoder}  ", f"    {decoder}H"]
+    assert f"{encoder} a layer of the encoder" in "\n".join(lines)
+
+
 def test_the_picture_of_a_mixture_shares_out_its_experts() -> None:
     found = shown(MIXTURE, "--layout")["layout"]
     assert found["experts_of_ep_rank"] == [[0, 1], [2, 3]]

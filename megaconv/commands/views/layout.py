@@ -14,16 +14,17 @@ from megaconv.commands.units import readable
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
-from megaconv.model.layout import Layout
+from megaconv.model.layout import Chunk, Layout
 from megaconv.model.rank_share import RankShare, rank_shares
 
 _WIDEST = 96
 """Columns for layers. For a deeper model, one column stands for several layers."""
 _SHOWN_EXPERT_RANKS = 8
 """Number of expert ranks in the line about experts. If there are more, the line ends with the last one."""
-BLOCKS = {"dense": "█", "experts": "▓", "linear": "░"}
-PLAIN_BLOCKS = {"dense": "#", "experts": "x", "linear": "="}
+BLOCKS = {"encoder": "▒", "dense": "█", "experts": "▓", "linear": "░"}
+PLAIN_BLOCKS = {"encoder": "+", "dense": "#", "experts": "x", "linear": "="}
 _KIND_NAMES = {
+    "encoder": "a layer of the encoder",
     "dense": "a layer",
     "experts": "a layer with experts",
     "linear": "a layer of linear attention",
@@ -57,6 +58,7 @@ class LayoutView:
                     "vpp_rank": chunk.vpp_rank,
                     "first_layer": chunk.first_layer,
                     "layers": chunk.layers,
+                    "encoder_layers": len(self._encoder_layers(chunk)),
                     "embedding": chunk.embeds,
                     "head": chunk.is_last,
                 }
@@ -80,7 +82,7 @@ class LayoutView:
         ranks = "rank holds" if self.ranks == 1 else "ranks hold"
         yield f"{self.layout}: {self.ranks} {ranks} the model once"
         yield from self._stages(glyphs)
-        kinds = set(self.kinds())
+        kinds = set(self._all_kinds())
         legend = ["E embedding", "H head"]
         for kind, name in _KIND_NAMES.items():
             if kind in kinds:
@@ -90,10 +92,12 @@ class LayoutView:
 
     def _stages(self, glyphs: dict[str, str]) -> Iterator[str]:
         """A heading, and a line for each pipeline rank."""
-        layers = self.config.layer_count
-        per_column = -(-layers // _WIDEST)
+        encoder, layers = self._encoder_count, self.config.layer_count
+        per_column = -(-(encoder + layers) // _WIDEST)
         scale = f", {per_column} to a column" if per_column > 1 else ""
         numbers = _first_to_last(range(layers))
+        if encoder:
+            numbers = f"{_first_to_last(range(encoder))} of the encoder, {numbers} of the decoder"
         yield f"{'':<8}layers {numbers}{scale}"
         for pp_rank in range(self.layout.pp):
             parameters = self.shares[pp_rank].parameters
@@ -102,24 +106,42 @@ class LayoutView:
             yield f"pp {pp_rank:<5}{row}  {parameters:,} parameters a rank, {size}"
 
     def _row(self, pp_rank: int, per_column: int, glyphs: dict[str, str]) -> str:
-        width = -(-self.config.layer_count // per_column)
+        kinds = self._all_kinds()
+        width = -(-len(kinds) // per_column)
         cells = [" "] * (width + 2)
         for chunk in self.layout.chunks():
             if chunk.pp_rank != pp_rank:
                 continue
-            first, stop = chunk.first_layer, chunk.first_layer + chunk.layers
-            for layer in range(first, stop):
-                column = 1 + layer // per_column
-                cells[column] = glyphs[self._kind(layer)]
+            # The encoder's layers come first.
+            first = self._encoder_count + chunk.first_layer
+            own = [*self._encoder_layers(chunk), *range(first, first + chunk.layers)]
+            for place in own:
+                column = 1 + place // per_column
+                cells[column] = glyphs[kinds[place]]
             if chunk.embeds:
-                column = first // per_column
+                column = own[0] // per_column if own else 0
                 cells[column] = "E"
             if chunk.is_last:
                 cells[-1] = "H"
         return "".join(cells)
 
+    @property
+    def _encoder_count(self) -> int:
+        """Number of layers of the encoder; 0 without one."""
+        return self.config.encoder.layers
+
+    def _encoder_layers(self, chunk: Chunk) -> range:
+        """The layers of the encoder that a chunk holds."""
+        if chunk.encoder is not None:
+            return chunk.encoder
+        return range(self._encoder_count if chunk.is_first else 0)
+
+    def _all_kinds(self) -> list[str]:
+        """Return the kind of each layer, those of an encoder first."""
+        return ["encoder"] * self._encoder_count + self.kinds()
+
     def kinds(self) -> list[str]:
-        """Return the kind of each layer: `dense`, `experts` or `linear`."""
+        """Return the kind of each layer, without those of an encoder: `dense`, `experts` or `linear`."""
         return [self._kind(layer) for layer in range(self.config.layer_count)]
 
     def _kind(self, layer: int) -> str:
