@@ -167,10 +167,9 @@ class ShownImages:
         if start == 0:
             self._positions.pop(feed.slot, None)
         if feed.slot not in self._positions:
-            plain = np.repeat(np.arange(self._length)[:, None], 3, axis=1)
             if not images_of(feed.tokens):
-                return plain[start : start + count]
-            self._positions[feed.slot] = plain
+                return _of_text(start, start + count)
+            self._positions[feed.slot] = _of_text(0, self._length)
         kept = self._positions[feed.slot]
         at = kept[start - 1] if start else np.full(3, -1)
         for place, token in enumerate(feed.tokens, start):
@@ -188,3 +187,8 @@ class ShownImages:
         places = self._images[number].patches
         moved: NDArray[np.int64] = before + places[part] - places[part - 1]
         return moved
+
+
+def _of_text(first: int, end: int) -> NDArray[np.int64]:
+    """Return [end - first, 3]: the positions of tokens without an image before them."""
+    return np.repeat(np.arange(first, end)[:, None], 3, axis=1)
