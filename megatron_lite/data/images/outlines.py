@@ -120,18 +120,23 @@ def soft_tokens_of(processor: Any, width: int, height: int, arguments: Arguments
     return None if fitted is None else [fitted[0] * fitted[1] // (patch * pooled) ** 2]
 
 
-def scaled_size_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
-    """Return the size to which Pixtral's processor scales an image, [(height, width)]."""
+def size_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the size after scaling by Pixtral's processor, and before scaling by LLaVA-NeXT's, [(height, width)]."""
+    if _function("select_best_resolution", processor) is not None:
+        return [(height, width)]
     fit = _function("get_resize_output_image_size", processor)
+    patch = arguments.get("patch_size")
+    if fit is None or patch is None or not processor.do_resize or processor.do_center_crop:
+        return None
     longest = processor.size.get("longest_edge")
-    if fit is None or longest is None or not processor.do_resize or processor.do_center_crop:
+    if longest is None:
         return None
     fitted = _call(
         fit,
         # The array has the shape of an image, and the memory of one number.
         input_image=np.broadcast_to(np.uint8(0), (3, height, width)),
         size=(longest, longest),
-        patch_size=(arguments["patch_size"], arguments["patch_size"]),
+        patch_size=(patch, patch),
         input_data_format="channels_first",
     )
     # The processor refuses an image of which nothing is left.
@@ -141,7 +146,7 @@ def scaled_size_of(processor: Any, width: int, height: int, arguments: Arguments
 WITHOUT_PIXELS: Mapping[str, Callable[[Any, int, int, Arguments], Any]] = {
     "image_grid_thw": grid_of,
     "num_patches": tiles_of,
-    "image_sizes": scaled_size_of,
+    "image_sizes": size_of,
     "rows": rows_of,
     "cols": columns_of,
     "num_soft_tokens_per_image": soft_tokens_of,

@@ -77,6 +77,16 @@ def test_a_scaled_size_is_that_of_the_processed_pixels() -> None:
 
 
 @pytest.mark.oracle
+def test_a_size_before_scaling_is_that_of_the_processed_pixels() -> None:
+    import transformers
+
+    processor = transformers.LlavaNextImageProcessorPil(
+        size={"shortest_edge": 16}, crop_size=16, image_grid_pinpoints=[[32, 16], [16, 32]]
+    )
+    assert_computed_as_processed("image_sizes", processor)
+
+
+@pytest.mark.oracle
 @pytest.mark.parametrize("name", ["SmolVLMImageProcessorPil", "Idefics3ImageProcessorPil"])
 @pytest.mark.parametrize("splits", [True, False])
 def test_rows_and_columns_are_those_of_the_processed_pixels(name: str, splits: bool) -> None:

@@ -134,6 +134,7 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     running = train(tmp_path, 1, f"finetune --load hf --finetune-data data/chats.jsonl {STEP}")
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
     assert "reads the images" in running.log(0)
+    assert "Loading weights" not in running.log(0)
     assert re.search(r"4 examples, 4 images of .*\d tokens, ", running.log(0))
     assert_equals(tmp_path, model)
 
