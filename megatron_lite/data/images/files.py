@@ -19,6 +19,8 @@ _ORIENTATION = 0x0112
 _TURNED = (5, 6, 7, 8)
 """Orientations that exchange width and height."""
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
+_PROGRAM = "EPS"
+"""The format of images that pillow starts another program for, Ghostscript."""
 _LONGEST_NAME = 200
 """Characters of a path in a message."""
 
@@ -59,6 +61,8 @@ class ImageFile:
                     f"{self}: is a directory, a pipe or a device; expected an image file"
                 )
             with pillow.open(file) as image:
+                if image.format == _PROGRAM:
+                    raise BadRecord(f"{self}: is a program in PostScript; convert it to PNG")
                 yield image
         except BadRecord:
             raise

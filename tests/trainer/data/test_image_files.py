@@ -98,6 +98,17 @@ def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -
         _ = ImageFile(path).size
 
 
+def test_a_program_is_not_executed_to_draw_an_image(tmp_path: Path) -> None:
+    """pillow would start Ghostscript for it, also for an image that a client of the server sends."""
+    picture().save(tmp_path / "a.eps")
+    content = (tmp_path / "a.eps").read_bytes()
+    for file in (ImageFile(tmp_path / "a.eps"), ImageFile(content)):
+        with pytest.raises(BadRecord, match="is a program in PostScript; convert it to PNG"):
+            _ = file.size
+        with pytest.raises(BadRecord, match="is a program in PostScript; convert it to PNG"):
+            file.open()
+
+
 def test_a_file_uri_may_have_spaces_or_their_codes(tmp_path: Path) -> None:
     picture().save(tmp_path / "a b.png")
     picture(8, 8).save(tmp_path / "a%20b.png")
