@@ -22,7 +22,12 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from formats.signals import ENDING
-from megaconv.engine.store_watch import StoreWatch, silence
+from megaconv.engine.store_watch import (
+    StoreWatch,
+    can_be_reached,
+    is_kept_by_torchrun,
+    silence,
+)
 from megaconv.errors import CheckpointError, Interrupted, UsageError, is_interruption
 from megaconv.extras import require_torch
 
@@ -151,6 +156,8 @@ class Joined(Ranks):
         from torch.distributed import init_process_group
         from torch.distributed.rendezvous import rendezvous
 
+        if is_kept_by_torchrun() and not can_be_reached(self._address):
+            raise CheckpointError(silence(self._address), code="rank-lost")
         wait = timedelta(seconds=JOIN_SECONDS)
         # torchrun keeps one store for all of its attempts. The prefix hides the messages of earlier attempts.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -4,6 +4,8 @@ torchrun runs the store in its own process. If torchrun is killed, it can't end 
 directly, so without this watch they would continue, or wait for a value that no rank can put into the store any more.
 """
 
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -21,6 +23,26 @@ def silence(address: str) -> str:
         f"the store of the rendezvous at {address} couldn't be reached for {SILENT_SECONDS:g} seconds; "
         "was the process that started the ranks killed?"
     )
+
+
+def is_kept_by_torchrun() -> bool:
+    """True if torchrun started this process and keeps the store. The store then runs before the ranks do."""
+    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return has_store and "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def can_be_reached(address: str) -> bool:
+    """Return whether a store answers within SILENT_SECONDS. address: host:port."""
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + SILENT_SECONDS
+    while time.monotonic() < end:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host, int(port)), _TICK_SECONDS),
+        ):
+            return True
+        time.sleep(_TICK_SECONDS)
+    return False
 
 
 class StoreWatch:

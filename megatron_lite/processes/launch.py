@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistNetworkError
 from torch.distributed.rendezvous import rendezvous
 
-from megaconv.engine.store_watch import StoreWatch, silence
+from megaconv.engine.store_watch import StoreWatch, is_kept_by_torchrun, silence
 from megaconv.errors import UsageError
 from megatron_lite.processes.calls import CALLS
 from megatron_lite.processes.failure import KEY, TrainingError, report_alone, report_first
@@ -97,7 +97,7 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # torchrun's store runs before its ranks do. srun may start the rank that has the store last.
-    watch = _watch_store() if _has_torchrun() else None
+    watch = _watch_store() if is_kept_by_torchrun() else None
     met, place, world = _meet(timeout)
     # torchrun keeps one store for all attempts. The prefix hides the keys of earlier attempts.
     store = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), met)
@@ -121,12 +121,6 @@ def start(parallel: Parallel, *, deterministic: bool = False, steps: bool = Fals
         _heartbeat(store, place, world, timeout if steps else None),
         later,
     )
-
-
-def _has_torchrun() -> bool:
-    """Return whether torchrun started this process and keeps the store of the rendezvous."""
-    has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return has_store and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _meet(timeout: timedelta) -> tuple[Store, int, int]:

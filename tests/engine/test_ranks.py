@@ -26,8 +26,9 @@ from formats.tensor import Box, Bytes, FileTensor
 from megaconv.commands.cli import main
 from megaconv.engine import store_watch, transfer
 from megaconv.engine.ranks import ALONE, Joined, started_ranks
+from tests.forks import start
 from tests.models import write_llama
-from tests.runs import Outcome, run, snapshot, unchanged
+from tests.runs import Outcome, assert_refused, finish, run, snapshot, unchanged
 
 Fault = Callable[[], object]
 DISTRIBUTED = Path(__file__).parents[1] / "fixtures" / "core-llama-distopt-tp1pp2dp2" / "checkpoint"
@@ -390,6 +391,28 @@ def test_ranks_whose_launcher_is_killed_end_with_one_line(
         "was the process that started the ranks killed?",
         reporter=0,
     )
+
+
+def test_a_launcher_that_is_killed_before_its_ranks_have_met_ends_them_with_one_line(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 0.6)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none",
+    }.items():
+        monkeypatch.setenv(name, value)
+    begun = time.monotonic()
+    outcome = finish(start(*command(model)), 60)
+    assert_refused(outcome, 1, f"the store of the rendezvous at 127.0.0.1:{port}")
+    assert time.monotonic() - begun < 20
 
 
 def test_with_resume_they_keep_what_they_have_done(
