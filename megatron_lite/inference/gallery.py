@@ -70,7 +70,9 @@ class NoImages:
         raise UsageError(self._reason)
 
 
-TEXT_ALONE = NoImages("this model reads text alone; send no images")
+TEXT_ALONE = NoImages(
+    "this model reads text alone; send no images, or start it with --image-encoder DIR, a multimodal model that reads them"
+)
 
 
 class Gallery:

@@ -182,12 +182,12 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
     """Answer one prompt after the other, and print each token as it comes."""
     failed = False
     for number, question in enumerate(questions.part(0, len(questions))):
-        if len(questions) > 1:
-            print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
         batch, wanted = RunningBatch(opened.answering), request_of(opened, given, question)
         text = _stream_of(opened, given, question, wanted)
         # This may raise, so it comes before the prompt is printed.
         request = batch.add(wanted)
+        if len(questions) > 1:
+            print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
         say(question.text + ("" if question.chat is None else "\n"))
         for step in steps(batch):
             failed |= step.end == "error"

@@ -382,5 +382,5 @@ def test_the_same_bytes_are_the_same_image(qwen: Path, tmp_path: Path) -> None:
 def test_models_of_text_refuse_images(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="this model reads text alone; send no images"):
+    with pytest.raises(UsageError, match="this model reads text alone; send no images, or start"):
         opened_model(tmp_path).images.add(ImageFile(b""))
