@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 PIXTRAL = {"llava_pixtral": 1, "mistral3": 2, "lighton_ocr": 2}
 """Models with the encoder of Pixtral -> number of patches on a side that are merged."""
 
@@ -35,6 +37,18 @@ def image_processor(kind: str, transformers: Any) -> Any:
         return getattr(transformers, name)(
             size={"longest_edge": 32}, max_image_size={"longest_edge": 16}
         )
+    if kind == "lfm2_vl":
+        pytest.importorskip(
+            "torchvision", reason="transformers' image processor of LFM2-VL needs torchvision"
+        )
+        sizes = {
+            "encoder_patch_size": 4,
+            "tile_size": 16,
+            "min_image_tokens": 2,
+            "max_image_tokens": 4,
+            "max_tiles": 2,
+        }
+        return transformers.Lfm2VlImageProcessor(**sizes)
     if kind == "deepseek_vl":
         return transformers.DeepseekVLImageProcessorPil(size={"height": 16, "width": 16})
     if kind == "gemma3":
@@ -59,6 +73,8 @@ def image_processor(kind: str, transformers: Any) -> Any:
 def arguments_of(kind: str, transformers: Any) -> Mapping[str, Any]:
     """The arguments that a processor of text and images gives the image processor."""
     found: Mapping[str, Any] = {}
+    if kind == "lfm2_vl":
+        found = transformers.Lfm2VlProcessor.images_kwargs
     if kind in TILED:
         found = transformers.Idefics3Processor.images_kwargs
     if kind == "internvl":
@@ -91,6 +107,20 @@ def texts_of(
         sizes = {"patch_size": 4, "spatial_merge_size": PIXTRAL[kind]}
         processor = _without_parts(_processor_of_pixtral(), **words, **sizes)
         return _written(processor, processed, len(processed["image_sizes"]))
+    if kind == "lfm2_vl":
+        words = {
+            "image_token": word, "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>",
+            "image_thumbnail_token": "<|img_thumbnail|>",
+        }  # fmt: skip
+        processor = _without_parts(
+            transformers.Lfm2VlProcessor,
+            image_processor=image_processor(kind, transformers),
+            **words,
+        )
+        return [
+            processor.replace_image_token(processed, number, use_image_special_tokens=True)
+            for number in range(len(processed["image_rows"]))
+        ]
     if kind in TILED:
         words = {"image_token": word, "fake_image_token": "<fake_token_around_image>"}
         name = "SmolVLMProcessor" if kind == "smolvlm" else "Idefics3Processor"

@@ -191,6 +191,18 @@ def _lfm3_vl(transformers: Any) -> tuple[Any, Any]:
     return transformers.Lfm3VlConfig, fields
 
 
+def _lfm2_vl(transformers: Any) -> tuple[Any, Any]:
+    vision = {**_SIGLIP, "model_type": "siglip2_vision_model", "num_patches": 16}
+    text = {
+        **TEXT,
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention"] * 2,
+        "block_auto_adjust_ff_dim": False,
+    }
+    fields = {"projector_hidden_size": 24, "text_config": text, "vision_config": vision}
+    return transformers.Lfm2VlConfig, fields
+
+
 def _glm46v(transformers: Any) -> tuple[Any, Any]:
     _, fields = _glm4v(transformers)
     return transformers.Glm46VConfig, {
@@ -291,6 +303,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "llava_pixtral": _llava_pixtral,
     "mistral3": _mistral3,
     "llava_next": _llava_next,
+    "lfm2_vl": _lfm2_vl,
     "lfm3_vl": _lfm3_vl,
     "glm46v": _glm46v,
     "lighton_ocr": _lighton_ocr,
@@ -302,6 +315,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "gemma4_small": _gemma4_small,
 }
 WITHOUT_VIDEOS = (
+    "lfm2_vl",
     "llava_next",
     "lighton_ocr",
     "smolvlm",

@@ -5,6 +5,7 @@ SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
     "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>",
     "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>",
+    "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
 )  # fmt: skip
 
 

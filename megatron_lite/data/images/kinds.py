@@ -19,6 +19,7 @@ from megatron_lite.data.images.written import (
     write_numbered,
     write_patches,
     write_rows,
+    write_shaped,
     write_soft,
     write_square,
     write_tiles,
@@ -154,6 +155,7 @@ KINDS: Sequence[ImageKind] = (
     ),
     ImageKind(("lighton_ocr",), ("image_token_id",), write_patches, arguments=_of_patches),
     ImageKind(("idefics3", "smolvlm"), ("image_token_id",), write_numbered, arguments=_with_places),
+    ImageKind(("lfm2_vl",), ("image_token_id",), write_shaped, arguments=_with_places),
     ImageKind(("deepseek_vl",), ("image_token_id",), write_square),
     ImageKind(
         ("gemma3",),

@@ -8,6 +8,7 @@
 | Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
 | Gemma 4 | `<|image>`, the same, `<image|>` |
 | SmolVLM, Idefics3 | for each tile `<fake_token_around_image>`, `<row_1_col_1>` and the same; at last `<global-img>` with the whole image |
+| LFM2-VL | `<|image_start|>`, for each tile `<|img_row_1_col_1|>` and the same, `<|img_thumbnail|>` with the whole image, `<|image_end|>` |
 | LightOnOCR | the same |
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
@@ -141,6 +142,22 @@ def write_numbered(config: Config, processed: Processed, words: Words) -> Writte
     if text:
         text += "\n"
     return _counted(f"{text}{around}<global-img>{tile}{around}", words)
+
+
+def write_shaped(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the tiles of an image with their rows and columns, and the whole image in small, each of its own shape."""
+    factor = config.get("downsample_factor", 2)
+    rows, columns = (int(processed[name][0]) for name in ("image_rows", "image_cols"))
+    text = ""
+    for number, shape in enumerate(processed["spatial_shapes"]):
+        height, width = (int(length) // factor for length in shape)
+        row, column = divmod(number, columns)
+        if row < rows and rows * columns > 1:
+            text += f"<|img_row_{row + 1}_col_{column + 1}|>"
+        elif number:
+            text += "<|img_thumbnail|>"
+        text += words.image * (height * width)
+    return _counted(f"<|image_start|>{text}<|image_end|>", words)
 
 
 def write_soft(config: Config, processed: Processed, words: Words) -> Written:
