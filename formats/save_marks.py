@@ -10,12 +10,14 @@ never reads it, and its own files have none.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from formats import torch_zip
-from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.errors import CorruptCheckpoint
 from formats.output import whole_content
 from formats.tensor import InputFile
 
@@ -24,29 +26,33 @@ ID_LENGTH = 64
 """Number of characters of an id."""
 NBYTES = torch_zip.plan({KEY: "0" * ID_LENGTH}, KEY).size
 """Size of a mark."""
-_ARCHIVE = b"PK\3\4"
+_ID = re.compile(rb"[0-9a-f]{%d}" % ID_LENGTH)
+_READERS = 16
 
 
 def append(path: Path, save_id: str) -> None:
     """Append a mark to a file of archives, and flush it to disk. Raises OSError."""
-    assert len(save_id) == ID_LENGTH
-    mark = whole_content(torch_zip.plan({KEY: save_id}, KEY))
     with path.open("ab") as file:
-        file.write(mark)
+        file.write(_mark(save_id))
         file.flush()
         os.fsync(file.fileno())
 
 
+def _mark(save_id: str) -> bytes:
+    assert len(save_id) == ID_LENGTH
+    return whole_content(torch_zip.plan({KEY: save_id}, KEY))
+
+
 def read(file: InputFile) -> str | None:
-    """Return the id of the save that wrote a file; None if it has no mark."""
-    start = file.size - NBYTES
-    if start < 0 or file.read(start, len(_ARCHIVE)) != _ARCHIVE:
+    """Return the id of the save that wrote a file; None if it has no mark. Raises CorruptCheckpoint for a failed read."""
+    if file.size < NBYTES:
         return None
-    try:
-        value = torch_zip.read_at(file, start, NBYTES)
-    except CheckpointError:
-        return None  # the last bytes of a tensor, which look like the start of an archive by chance
-    return value.get(KEY) if isinstance(value, dict) else None
+    content = file.read(file.size - NBYTES, NBYTES)
+    file.close()  # there may be more files than a process may open
+    found = _ID.search(content)
+    if found is None or content != _mark(found[0].decode()):
+        return None
+    return found[0].decode()
 
 
 def require_one_save(common: Path, state: Mapping[str, Any], files: Iterable[InputFile]) -> None:
@@ -58,7 +64,10 @@ def require_one_save(common: Path, state: Mapping[str, Any], files: Iterable[Inp
     expected = state.get(KEY)
     if expected is None:
         return
-    found = {file.path: read(file) for file in files}
+    listed = list(files)
+    with ThreadPoolExecutor(_READERS) as pool:  # remote files answer slowly
+        marks = pool.map(read, listed)
+        found = {file.path: save_id for file, save_id in zip(listed, marks, strict=True)}
     if set(found.values()) == {None}:
         return
     for path, save_id in found.items():

@@ -10,11 +10,11 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ MARK = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+T = TypeVar("T")
 _DIRECTORY_BYTES = 1024
 """As many bytes at the end of a block hold the directory of its archive, with the checksums of its data."""
 
@@ -61,7 +62,7 @@ def write_blocks(
     """Write the shards and objects of all ranks to `directory`. All data is on disk when the function returns.
 
     Collective over the group (None: a single process). objects: torch files by key; each key is on one rank only.
-    Returns the id of this save. Raises DCP's CheckpointException on all ranks when one rank fails, and OSError.
+    Returns the id of this save. When one rank fails, all raise DCP's CheckpointException, or OSError.
     """
     writer = _Writer(directory)
     with warnings.catch_warnings():
@@ -70,10 +71,32 @@ def write_blocks(
             {}, storage_writer=writer, planner=_Planner(shards, objects), process_group=group,
             no_dist=group is None,
         )  # fmt: skip
-    save_id = _save_id(_checksums(directory, writer.written), group)
-    for name in sorted({result.storage_data.relative_path for result in writer.written}):
-        save_marks.append(directory / name, save_id)
+    checksums = _of_all(lambda: _checksums(directory, writer.written), group)
+    save_id = sha256("".join(checksums).encode()).hexdigest()
+    _of_all(lambda: _append_marks(directory, writer.written, save_id), group)
     return save_id
+
+
+def _append_marks(directory: Path, written: Sequence[WriteResult], save_id: str) -> None:
+    for name in sorted({result.storage_data.relative_path for result in written}):
+        save_marks.append(directory / name, save_id)
+
+
+def _of_all(call: Callable[[], T], group: ProcessGroup | None) -> list[T]:
+    """Return the results of all ranks. If one rank has an OSError, all raise one. Collective."""
+    if group is None:
+        return [call()]
+    mine: T | OSError
+    try:
+        mine = call()
+    except OSError as error:
+        mine = error
+    results: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(results, mine, group=group)
+    for result in results:
+        if isinstance(result, OSError):
+            raise result
+    return results
 
 
 def _checksums(directory: Path, written: Sequence[WriteResult]) -> str:
@@ -85,15 +108,6 @@ def _checksums(directory: Path, written: Sequence[WriteResult]) -> str:
             file.seek(place.offset + place.length - count)
             found.update(file.read(count))
     return found.hexdigest()
-
-
-def _save_id(checksums: str, group: ProcessGroup | None) -> str:
-    """Return a hash of all ranks' checksums: equal states have equal ids. Collective."""
-    if group is None:
-        return checksums
-    of_ranks = [""] * dist.get_world_size(group)
-    dist.all_gather_object(of_ranks, checksums, group=group)
-    return sha256("".join(of_ranks).encode()).hexdigest()
 
 
 def write_common(directory: Path, common: Mapping[str, Any], save_id: str) -> None:

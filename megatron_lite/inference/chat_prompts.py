@@ -1,6 +1,8 @@
 """Chats that `generate` answers: records of finetuning, without the answer that they end with."""
 
+import json
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,12 @@ class ChatPrompt(NamedTuple):
     line: int
 
     @property
+    def identity(self) -> str:
+        """A hash of its messages, and of its images as the record names them."""
+        content = [list(self.chat.messages), self.chat.tools, list(self.chat.images)]
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
     def has_images(self) -> bool:
         """Whether a message has an image."""
         return bool(self.chat.images)
@@ -44,7 +52,10 @@ def read_chat(record: Mapping[str, Any], file: Path, line: int) -> ChatPrompt:
     chat = with_images(example, record)
     messages, reference = list(chat.messages), None
     if messages[-1]["role"] == "assistant":
-        reference = _text_of(messages.pop())
+        answer = messages.pop()
+        if not isinstance(answer["content"], str):
+            raise BadRecord("ends with an answer that has an image; end the chat before it")
+        reference = answer["content"]
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise BadRecord("has no message of the user to answer")
     asked = Chat(messages, chat.tools, images=chat.images)

@@ -1,14 +1,16 @@
 """A conversation on the terminal: messages with texts and images."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megaconv.errors import UsageError
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.inference.gallery import Images, Picture
 from megatron_lite.inference.prompts import Shown
 
-NEW, IMAGE = "/new", "/image "
+NEW, IMAGE = "/new", "/image"
 Message = Mapping[str, Any]
 
 
@@ -29,10 +31,9 @@ class Conversation:
         if line == NEW:
             self.messages, self.pictures, self._waiting = list(self._begin), [], 0
             return False
-        if line.startswith(IMAGE):
-            path = Path(line.removeprefix(IMAGE).strip()).expanduser()
-            self.pictures.append(self._images.add(ImageFile(path)))
-            self._waiting += 1
+        word, _, name = line.partition(" ")
+        if word == IMAGE:
+            self._show(name.strip())
             return False
         if not line:
             return False
@@ -43,6 +44,16 @@ class Conversation:
             self._waiting = 0
         self.messages.append({"role": "user", "content": content})
         return True
+
+    def _show(self, name: str) -> None:
+        """Add an image to the next message."""
+        if not name:
+            raise UsageError(f"{IMAGE} needs the name of a file: {IMAGE} FILE")
+        # Without a home directory of its user, a name with ~ is taken as it is.
+        with suppress(RuntimeError):
+            name = str(Path(name).expanduser())
+        self.pictures.append(self._images.add(ImageFile(Path(name))))
+        self._waiting += 1
 
     @property
     def shown(self) -> Shown | None:

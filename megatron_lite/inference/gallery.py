@@ -33,7 +33,7 @@ class Picture:
     number: int
     written: Written
     vectors: Tensor = field(repr=False)
-    """[1 + further, tokens, hidden]: see models.pictures.Pictures."""
+    """[1 + further, tokens, hidden], on the CPU: see models.pictures.Pictures."""
     is_whole: bool
     """True if its tokens attend to each other in both directions, so that they have to be read together."""
 
@@ -75,13 +75,25 @@ TEXT_ALONE = NoImages(
 )
 
 
+def _content(file: ImageFile) -> bytes:
+    """Return the bytes of an image's file. Raises UsageError."""
+    if isinstance(file.content, bytes):
+        return file.content
+    if file.content.exists() and not file.content.is_file():  # a pipe may have no end
+        raise UsageError(f"{file}: should be the file of an image")
+    try:
+        return file.content.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{file}: can't be read: {error.strerror}") from error
+
+
 class Gallery:
     """The images that a multimodal model reads. Requests add them on one thread, and the model's thread looks at them."""
 
     def __init__(
         self, reader: ImageReader, words: Words, load_encoder: Callable[[], Encode]
     ) -> None:
-        """words: the texts of its tokens. load_encoder: called for the first image."""
+        """words: the texts of its tokens. load_encoder: called for the first image, or by `load`."""
         self._reader, self._words, self._load_encoder = reader, words, load_encoder
         kind = reader.require_kind()
         self._placeholder = kind.placeholder(words)
@@ -91,18 +103,19 @@ class Gallery:
         self._recent: deque[Picture] = deque(maxlen=_RECENT)
         self._count = 0
 
+    def load(self) -> None:
+        """Load the encoder now. Raises UsageError, TensorMismatch."""
+        _ = self._encode
+
     @cached_property
     def _encode(self) -> Encode:
         return self._load_encoder()
 
     def add(self, file: ImageFile) -> Picture:
         """Read an image. An image with the same bytes as a known one is the same. Raises UsageError."""
-        try:
-            content = file.content if isinstance(file.content, bytes) else file.content.read_bytes()
-        except OSError as error:
-            raise UsageError(f"{file}: can't be read: {error.strerror}") from error
+        content = _content(file)
         key = sha256(content).digest()
-        picture = self._known.get(key) or self._read(ImageFile(content), key)
+        picture = self._known.get(key) or self._read(ImageFile(content, str(file)), key)
         self._recent.append(picture)
         return picture
 

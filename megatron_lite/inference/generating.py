@@ -144,7 +144,8 @@ def _write(opened: Opened, given: argparse.Namespace, questions: Questions) -> b
         nonlocal failed
         failed |= "error" in line
         for question in questions.part(number, number + 1):
-            if line.get("prompt") != question.text:
+            asked = question.asked
+            if asked != {name: line.get(name) for name in asked}:
                 raise UsageError(
                     f"{given.output}, line {number + 1}: is of another prompt; resume with the same flags"
                 )
@@ -212,7 +213,7 @@ def request_of(opened: Opened, given: argparse.Namespace, question: Question) ->
         tokens = encode(opened.tokenizer, question.text)
     else:
         tokens = start_of(opened.tokenizer)
-    require_known(without_images(tokens), opened.config.vocab)
+    require_known(without_images(tokens) if pictures else tokens, opened.config.vocab)
     return Request(
         tokens, given.max_new_tokens, replace(sampling_of(given), seed=question.seed),
         frozenset() if given.ignore_eos else opened.stop_ids, given.log_probs,
@@ -243,15 +244,6 @@ class _Answer:
     def before(self) -> Sequence[int]:
         """The tokens that the answer continues. An answer to a chat continues none."""
         return self.prompt if self.question.chat is None else ()
-
-    @property
-    def asked(self) -> dict[str, Any]:
-        """The fields of the line about the prompt."""
-        found = {"prompt": self.question.text}
-        chat = self.question.chat
-        if chat is not None and chat.reference is not None:
-            found["reference"] = chat.reference
-        return found
 
 
 def all_answers(
@@ -320,13 +312,13 @@ def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
             }
             for beam in answer.beams
         ]
-        return {**answer.asked, "beams": found}
+        return {**answer.question.asked, "beams": found}
     return _plain(answer)
 
 
 def _plain(answer: _Answer) -> dict[str, Any]:
     found: dict[str, Any] = {
-        **answer.asked,
+        **answer.question.asked,
         "text": answer.shown,
         "tokens": answer.tokens,
         "finish_reason": answer.end,

@@ -99,7 +99,8 @@ class EngineModel:
         if len(set(wanted)) > 1:
             return self._extend_by_adapter(feeds, wanted)
         for feed in feeds:
-            require_known(without_images(feed.tokens), self.vocab)
+            tokens = feed.tokens if self.images is None else without_images(feed.tokens)
+            require_known(tokens, self.vocab)
             continues = feed.start in (0, self._used[feed.slot])
             assert continues or not self.recurrent, "a state can't drop its last tokens"
         self._adapt(wanted[0])
@@ -113,7 +114,7 @@ class EngineModel:
 
     def _extend_by_adapter(self, feeds: Sequence[Feed], wanted: Sequence[int]) -> Tensor:
         """Extend the feeds of each adapter in a turn of its own."""
-        found = torch.zeros(len(feeds), self.vocab)
+        found = torch.zeros(len(feeds), self.vocab, dtype=torch.float32)
         for adapter in sorted(set(wanted)):
             numbers = [number for number, own in enumerate(wanted) if own == adapter]
             found[numbers] = self.extend([feeds[number] for number in numbers])
@@ -207,7 +208,10 @@ class EngineModel:
         turn, rest = words[0], words[1:]
         with torch.inference_mode():
             if turn == Turn.EXTEND:
-                return self._extend(feeds_of(rest))
+                feeds = feeds_of(rest)
+                if self.images is not None:
+                    self.images.drop_others(feeds)
+                return self._extend(feeds)
             if turn == Turn.SCORE:
                 return self._score(rows_of(rest[1:]), top=rest[0])
             if turn == Turn.COPY:
@@ -243,7 +247,7 @@ class EngineModel:
 
     def _no_logits(self, count: int) -> Tensor:
         """Return zeros in place of logits that another rank has."""
-        return torch.zeros(count, self.vocab, device=self.grid.device)
+        return torch.zeros(count, self.vocab, dtype=torch.float32, device=self.grid.device)
 
     def _shared_out(
         self,

@@ -5,7 +5,8 @@ import argparse
 import torch
 from torch import Tensor
 
-from formats.errors import CorruptCheckpoint
+from formats.errors import CheckpointError, CorruptCheckpoint
+from megaconv.errors import UsageError
 from megatron_lite.data.images.reader import ImageReader, Inputs
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_lite.inference.gallery import TEXT_ALONE, Encode, Gallery, Images, NoImages
@@ -25,6 +26,16 @@ def open_images(given: argparse.Namespace, model: EngineModel, tokenizer: Tokeni
     reader = _reader(given, tokenizer)
     if isinstance(reader, NoImages):
         return reader
+    try:
+        return _opened(reader, model, tokenizer)
+    except CheckpointError as error:
+        if given.image_encoder is not None:
+            raise
+        return NoImages(str(error))  # texts are read all the same
+
+
+def _opened(reader: ImageReader, model: EngineModel, tokenizer: Tokenizer) -> Gallery:
+    """Let the model read images. Raises CheckpointError."""
     require_same_width(reader, model.engine.config)
     assert isinstance(tokenizer, HuggingFaceTokenizer), "others have no chat template"
     inner = tokenizer.inner
@@ -51,8 +62,12 @@ def _encoder(reader: ImageReader, model: EngineModel) -> Encode:
     encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
 
     def encode(inputs: Inputs, tokens: int) -> Tensor:
-        vectors, further = encoder.encode([inputs], tokens)
-        return torch.stack((vectors, *further))
+        try:
+            vectors, further = encoder.encode([inputs], tokens)
+        except RuntimeError as error:  # such as too little memory
+            reason = " ".join(str(error).split())
+            raise UsageError(f"an image can't be encoded: {reason:.200}") from error
+        return torch.stack((vectors, *further)).cpu()
 
     return encode
 

@@ -26,6 +26,16 @@ class Question:
     chat: ChatPrompt | None = None
     """The chat to answer, whose last message is `text`; None: continue `text`."""
 
+    @property
+    def asked(self) -> dict[str, str]:
+        """The fields about the prompt in the line of its answer."""
+        found = {"prompt": self.text}
+        if self.chat is not None:
+            found["chat"] = self.chat.identity
+            if self.chat.reference is not None:
+                found["reference"] = self.chat.reference
+        return found
+
 
 @dataclass(frozen=True)
 class Questions:

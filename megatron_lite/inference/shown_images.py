@@ -88,7 +88,7 @@ class ShownImages:
 
     def _show(self, number: int) -> None:
         picture = self._gallery.picture(number)
-        grid, vectors = picture.written.grid, picture.vectors.to(self._dtype)
+        grid, vectors = picture.written.grid, picture.vectors.to(self._device, self._dtype)
         send([Turn.SHOW, number, *grid, len(vectors)], self._grid)
         self._take(number, grid, vectors)
 
@@ -99,16 +99,25 @@ class ShownImages:
         self._take(number, grid, torch.empty(shape, dtype=self._dtype, device=self._device))
 
     def _take(self, number: int, grid: Grid, vectors: Tensor) -> None:
-        """Add an image with rank 0's vectors. The oldest images go if there are too many. Collective."""
+        """Add an image with rank 0's vectors. Collective."""
         world = self._grid.group("world")
         if world is not None:
             comm.broadcast(vectors, 0, world)
         self._images[number] = _Image(patches(grid), vectors)
-        while sum(each.vectors.shape[1] for each in self._images.values()) > MOST_VECTORS:
-            oldest = next(iter(self._images))
-            if oldest == number:
+
+    def drop_others(self, feeds: Sequence[Feed]) -> None:
+        """Drop the images that were used least recently, if there are too many, and none of these feeds.
+
+        feeds: of all replicas, so that all ranks drop the same images.
+        """
+        used = [number for feed in feeds for number in images_of(feed.tokens)]
+        for number in used:
+            self._images[number] = self._images.pop(number)  # to the end
+        spare = sum(each.vectors.shape[1] for each in self._images.values()) - MOST_VECTORS
+        for number in [each for each in self._images if each not in used]:
+            if spare <= 0:
                 return
-            del self._images[oldest]
+            spare -= self._images.pop(number).vectors.shape[1]
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the positions of each source slot to its target."""

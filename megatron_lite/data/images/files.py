@@ -1,7 +1,6 @@
 """The images that a record names: files, bytes of a table, or data URIs."""
 
 import base64
-import binascii
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -150,5 +149,5 @@ def read_data_uri(uri: str) -> bytes:
         raise BadRecord("has an image in a data URI that is not in base64")
     try:
         return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise BadRecord(f"has an image in a data URI with invalid base64: {error}") from error

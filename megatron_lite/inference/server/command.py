@@ -8,9 +8,12 @@ import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
+from formats.errors import CheckpointError
 from megaconv.errors import UsageError
 from megaconv.extras import install
+from megaconv.terminal import show
 from megatron_lite.inference.commands.serve import KEY
+from megatron_lite.inference.gallery import Gallery, Images, NoImages
 from megatron_lite.inference.generation_config import GENERATION
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.sampling import PLAIN, Sampling
@@ -95,6 +98,7 @@ def _serve(
         raise UsageError(
             f"{name} is the name of the model and of an adapter; give another one by --adapter NAME=DIR or --served-model-name"
         )
+    opened = replace(opened, images=loaded(opened.images))
     worker = Worker(opened.model, given.max_waiting, failed)
     limits = Limits(given.max_body_bytes, given.request_timeout)
     assert bound is not None, "rank 0 has an address"
@@ -119,6 +123,21 @@ def _serve(
     announce_end(listener, lambda: sum(worker.counts), seconds)
     listener.run(sockets=[bound])
     worker.stop()
+
+
+def loaded(images: Images) -> Images:
+    """Return the images with their encoder. It is loaded before the first request.
+
+    transformers loads it with another default dtype, which holds for all threads.
+    """
+    if not isinstance(images, Gallery):
+        return images
+    try:
+        images.load()
+    except CheckpointError as error:
+        show(f"no images are read: {error}", sys.stderr)
+        return NoImages(str(error))
+    return images
 
 
 def _announce_sampling(sampling: Sampling) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.tool_calls import with_parsed_arguments
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.image_parts import read_image_url
@@ -42,12 +43,16 @@ def _content(value: Any, number: int) -> str | list[dict[str, Any]]:
 
 
 def _part(part: Any, number: int) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict):
+        raise _refused(part, number)
+    kind = part.get("type")
     if kind == "text":
         return {"type": "text", "text": str(part.get("text", ""))}
     if kind == "image_url":
         image = read_image_url(part.get("image_url"), f"message {number}")
         return {"type": "image", "image": image}
+    if kind == "image" and isinstance(part.get("image"), ImageFile):  # of another route
+        return part
     raise _refused(part, number)
 
 

@@ -147,9 +147,10 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     harmony = opened.harmony
     if harmony is not None and not begins_answer(prompt, harmony):
         harmony = None
-    wanted = _shared(fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony)
-    if shown is not None:
-        wanted = replace(wanted, pictures=tuple(shown.pictures))
+    pictures = () if shown is None else tuple(shown.pictures)
+    wanted = _shared(
+        fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony, pictures
+    )
     return wanted if tools is None else _with_tools(wanted, tools, opened)
 
 
@@ -166,7 +167,7 @@ def _with_tools(wanted: Wanted, tools: Tools, opened: Opened) -> Wanted:
 
 def _shared(
     fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None,
-    harmony: Marks | None = None,
+    harmony: Marks | None = None, pictures: tuple[Picture, ...] = (),
 ) -> Wanted:  # fmt: skip
     model, adapter = _model(fields.any("model"), opened, name)
     grammar = read_response_format(
@@ -189,7 +190,7 @@ def _shared(
     fields.finish()
     for prompt in prompts:
         try:
-            require_known(without_images(prompt), opened.config.vocab)
+            require_known(without_images(prompt) if pictures else prompt, opened.config.vocab)
         except UsageError as error:  # the tokenizer may have more tokens than the model
             raise Refused(str(error), "prompt") from error
         try:
@@ -210,6 +211,7 @@ def _shared(
         adapter=adapter,
         grammar=grammar,
         harmony=harmony,
+        pictures=pictures,
         varies=seed is None,
     )
 

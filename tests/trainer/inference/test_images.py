@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from inspect import signature
@@ -13,18 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from megaconv.errors import UsageError
+from megaconv.errors import TensorMismatch, UsageError
 from megatron_lite.cli import main
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.inference import shown_images
 from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.commands.chat import parser
+from megatron_lite.inference.conversation import Conversation
 from megatron_lite.inference.image_tokens import FIRST
 from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.inference.prompts import Shown, encode_chat
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.server.command import loaded
 from megatron_lite.inference.slots import Feed
+from megatron_lite.objectives.image_encoder import ImageEncoder
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
 from tests.trainer.image_texts import arguments_of, texts_of
@@ -260,6 +264,7 @@ def test_generate_answers_chats_with_images(
         "no image",
         "\nhello",
     ]
+    assert len({line["chat"] for line in lines}) == 4
     assert [line["reference"] for line in lines] == ["a cat", "they differ", "none", "bye"]
 
 
@@ -384,3 +389,92 @@ def test_models_of_text_refuse_images(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="this model reads text alone; send no images, or start"):
         opened_model(tmp_path).images.add(ImageFile(b""))
+
+
+def test_no_image_of_a_feed_is_dropped(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that was shown first either: it was used last."""
+    monkeypatch.setattr(shown_images, "MOST_VECTORS", 1)
+    opened = opened_model(qwen / "hf")
+    shared = opened.images.add(ImageFile(qwen / "data" / "0.png"))
+    for name in ("1.png", "2.png", "3.png", "1.png"):
+        pictures = [shared, opened.images.add(ImageFile(qwen / "data" / name))]
+        prompt = encode_chat(opened.tokenizer, PROMPT, shown=Shown(opened.images, pictures))
+        found = opened.model.extend([Feed(0, 0, prompt)])
+        assert found.isfinite().all()
+
+
+def test_ids_of_images_in_a_text_are_refused(qwen: Path) -> None:
+    """The tokenizer of numbers could give any."""
+    opened = opened_model(qwen / "hf")
+    opened.model.images = None
+    with pytest.raises(UsageError, match="is outside the model's vocabulary"):
+        opened.model.extend([Feed(0, 0, (FIRST,))])
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(RuntimeError("out of memory"), "an image can't be encoded: out of memory")],
+)
+def test_an_image_that_cannot_be_encoded_is_refused(
+    error: Exception, expected: str, qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(ImageEncoder, "encode", fail)
+    opened = opened_model(qwen / "hf")
+    with pytest.raises(UsageError, match=expected):
+        opened.images.add(ImageFile(qwen / "data" / "0.png"))
+
+
+def test_a_contradicting_config_leaves_texts_alone(qwen: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(qwen / "hf", tmp_path / "hf")
+    config = json.loads((copy / "config.json").read_text())
+    config["text_config"]["rope_parameters"]["mrope_section"] = [1, 1, 1]
+    (copy / "config.json").write_text(json.dumps(config))
+    opened = opened_model(copy)
+    with pytest.raises(UsageError, match="mrope_section"):
+        opened.images.add(ImageFile(b""))
+
+
+def test_images_on_the_terminal_need_names(qwen: Path) -> None:
+    talk = Conversation(opened_model(qwen / "hf").images, [])
+    with pytest.raises(UsageError, match="/image needs the name of a file: /image FILE"):
+        talk.hear("/image")
+    with pytest.raises(UsageError, match=r"~nobody-of-this-name/a\.png"):
+        talk.hear("/image ~nobody-of-this-name/a.png")
+    damaged = qwen / "damaged.png"
+    damaged.write_bytes(b"\x89PNG\r\n\x1a\n")
+    with pytest.raises(UsageError, match=r"damaged\.png"):
+        talk.hear(f"/image {damaged}")
+    with pytest.raises(UsageError, match="should be the file of an image"):
+        talk.hear(f"/image {qwen}")
+    assert talk.hear("/images are fine")
+
+
+def test_a_server_without_its_encoder_serves_texts(
+    qwen: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = opened_model(qwen / "hf")
+
+    def fail(_: object, *__: object) -> None:
+        raise TensorMismatch("lacks a tensor")
+
+    monkeypatch.setattr(ImageEncoder, "__init__", fail)
+    images = loaded(opened.images)
+    assert capfd.readouterr().err == "no images are read: lacks a tensor\n"
+    with pytest.raises(UsageError, match="lacks a tensor"):
+        images.add(ImageFile(qwen / "data" / "0.png"))
+
+
+def test_an_image_of_anthropics_form_needs_data(server: ForkedServing) -> None:
+    source = {"type": "base64", "media_type": "image/png"}
+    content = [{"type": "image", "source": source}]
+    body = {"system": "a", "messages": [{"role": "user", "content": content}], "max_tokens": 3}
+    for data, expected in ((None, "needs the text data"), ("ä", "invalid base64")):
+        if data is not None:
+            source["data"] = data
+        status, found = server.ask(ROUTES[2], body)
+        assert status == 400
+        assert "message 0" in found["error"]["message"]
+        assert expected in found["error"]["message"]

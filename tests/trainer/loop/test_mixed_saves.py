@@ -1,5 +1,6 @@
 """Files of two saves in one directory: a run and `megaconv` refuse them, whichever file was exchanged."""
 
+import errno
 import io
 import shutil
 from pathlib import Path
@@ -87,3 +88,18 @@ def test_torch_reads_marked_files(runs: Path, tmp_path: Path) -> None:
     dcp_to_torch_save(marked, tmp_path / "all.pt")
     state = torch.load(tmp_path / "all.pt", weights_only=False)
     assert state["decoder.layers.mlp.linear_fc2.weight"].shape == (4, 32, 64)
+
+
+def fill_the_disk_of_rank_1(rank: int) -> None:
+    def append(path: Path, save_id: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if rank == 1:
+        save_marks.append = append
+
+
+def test_a_rank_that_cannot_write_its_mark_ends_all(tmp_path: Path) -> None:
+    running = launch(tmp_path, 2, f"{COMMAND} {LAYOUTS['tensor']}", fill_the_disk_of_rank_1)
+    assert running.wait() == [1, 1]
+    assert "can't be written: No space left on device" in running.logs()
+    assert not list(tmp_path.glob("ckpt/*"))

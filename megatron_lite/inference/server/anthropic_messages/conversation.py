@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.image_parts import read_image_url
 from megatron_lite.inference.server.openai_answers import REASONING
 
 FIELD = "messages"
@@ -105,8 +106,8 @@ def _image(block: Mapping[str, Any], name: str) -> dict[str, Any]:
             f"the source of an image in {name} should be of the type base64, found {kind!r:.60}",
             FIELD,
         )
-    uri = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return {"type": "image_url", "image_url": {"url": uri}}
+    uri = f"data:;base64,{_word(source, 'data', name)}"
+    return {"type": "image", "image": read_image_url(uri, name)}
 
 
 def _text(content: Any, name: str, field: str) -> str:

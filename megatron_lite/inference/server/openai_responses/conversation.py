@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.inference.server.errors import Refused
+from megatron_lite.inference.server.image_parts import read_image_url
 from megatron_lite.inference.server.openai_answers import REASONING
 
 FIELD = "input"
@@ -121,7 +122,7 @@ def _with_images(value: Any, name: str) -> str | list[dict[str, Any]]:
     if not images:
         return _text(value, name)
     return [
-        {"type": "image_url", "image_url": part.get("image_url")}
+        {"type": "image", "image": read_image_url(part.get("image_url"), name)}
         if _is_image(part)
         else {"type": "text", "text": _part(part, name)}
         for part in value
