@@ -59,7 +59,13 @@ def _traits(reader: ImageReader, model: EngineModel) -> Traits:
 def _encoder(reader: ImageReader, model: EngineModel) -> Encode:
     """Load the encoder. Raises UsageError, TensorMismatch."""
     engine = model.engine
-    encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
+    try:
+        encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
+    except RuntimeError as error:  # such as too little memory
+        reason = " ".join(str(error).split())
+        raise UsageError(
+            f"{reader.directory}: its encoder can't be loaded: {reason:.200}"
+        ) from error
 
     def encode(inputs: Inputs, tokens: int) -> Tensor:
         try:

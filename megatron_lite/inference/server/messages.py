@@ -58,5 +58,6 @@ def _part(part: Any, number: int) -> dict[str, Any]:
 
 def _refused(value: Any, number: int) -> Refused:
     return Refused(
-        f"the content of message {number} should be text, found {value!r:.60}", "messages"
+        f"the content of message {number} should be a text, or parts of the types text and image_url, found {value!r:.60}",
+        "messages",
     )

@@ -452,18 +452,31 @@ def test_images_on_the_terminal_need_names(qwen: Path) -> None:
     assert talk.hear("/images are fine")
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (TensorMismatch("lacks a tensor"), "lacks a tensor"),
+        (RuntimeError("out of memory"), "hf: its encoder can't be loaded: out of memory"),
+    ],
+)
 def test_a_server_without_its_encoder_serves_texts(
-    qwen: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    expected: str,
+    qwen: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened = opened_model(qwen / "hf")
 
     def fail(_: object, *__: object) -> None:
-        raise TensorMismatch("lacks a tensor")
+        raise error
 
     monkeypatch.setattr(ImageEncoder, "__init__", fail)
     images = loaded(opened.images)
-    assert capfd.readouterr().err == "no images are read: lacks a tensor\n"
-    with pytest.raises(UsageError, match="lacks a tensor"):
+    said = capfd.readouterr().err
+    assert said.startswith("no images are read: ")
+    assert said.endswith(f"{expected}\n")
+    with pytest.raises(UsageError, match=expected):
         images.add(ImageFile(qwen / "data" / "0.png"))
 
 
