@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-PIXTRAL = {"llava_pixtral": 1, "mistral3": 2, "lighton_ocr": 2}
+PIXTRAL = {"llava_pixtral": 1, "mistral3": 2, "ministral3": 2, "lighton_ocr": 2}
 """Models with the encoder of Pixtral -> number of patches on a side that are merged."""
 
 TILED = ("smolvlm", "idefics3")

@@ -170,6 +170,16 @@ def _mistral3(transformers: Any) -> tuple[Any, Any]:
     return transformers.Mistral3Config, {"text_config": text, "vision_config": _PIXTRAL}
 
 
+def _ministral3(transformers: Any) -> tuple[Any, Any]:
+    """Queries are scaled by their position from 16 on."""
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    }  # fmt: skip
+    text = {**TEXT, "model_type": "ministral3", "rope_parameters": rope}
+    return transformers.Mistral3Config, {"text_config": text, "vision_config": _PIXTRAL}
+
+
 def _llava_next(transformers: Any) -> tuple[Any, Any]:
     _, fields = _llava(transformers)
     text = {**TEXT, "model_type": "mistral", "sliding_window": None}
@@ -302,6 +312,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "internvl": _internvl,
     "llava_pixtral": _llava_pixtral,
     "mistral3": _mistral3,
+    "ministral3": _ministral3,
     "llava_next": _llava_next,
     "lfm2_vl": _lfm2_vl,
     "lfm3_vl": _lfm3_vl,
@@ -316,6 +327,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
 }
 WITHOUT_VIDEOS = (
     "lfm2_vl",
+    "ministral3",
     "llava_next",
     "lighton_ocr",
     "smolvlm",
