@@ -10,14 +10,13 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -41,6 +40,7 @@ from torch.futures import Future
 
 from formats import save_marks
 from megatron_lite.checkpoint.placement import Shard
+from megatron_lite.checkpoint.together import of_all
 
 MARK = {
     "sharded_backend": "torch_dist",
@@ -48,7 +48,6 @@ MARK = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-T = TypeVar("T")
 _DIRECTORY_BYTES = 1024
 """As many bytes at the end of a block hold the directory of its archive, with the checksums of its data."""
 
@@ -62,7 +61,7 @@ def write_blocks(
     """Write the shards and objects of all ranks to `directory`. All data is on disk when the function returns.
 
     Collective over the group (None: a single process). objects: torch files by key; each key is on one rank only.
-    Returns the id of this save. When one rank fails, all raise DCP's CheckpointException, or OSError.
+    Returns the id of this save. When one rank fails, all raise DCP's CheckpointException, or an error of of_all.
     """
     writer = _Writer(directory)
     with warnings.catch_warnings():
@@ -71,43 +70,33 @@ def write_blocks(
             {}, storage_writer=writer, planner=_Planner(shards, objects), process_group=group,
             no_dist=group is None,
         )  # fmt: skip
-    checksums = _of_all(lambda: _checksums(directory, writer.written), group)
+    checksums = of_all(lambda: _checksums(directory, writer.written), group)
     save_id = sha256("".join(checksums).encode()).hexdigest()
-    _of_all(lambda: _append_marks(directory, writer.written, save_id), group)
+    of_all(lambda: _append_marks(directory, writer.written, save_id), group)
     return save_id
 
 
 def _append_marks(directory: Path, written: Sequence[WriteResult], save_id: str) -> None:
-    for name in sorted({result.storage_data.relative_path for result in written}):
+    for name in _files_of(written):
         save_marks.append(directory / name, save_id)
-
-
-def _of_all(call: Callable[[], T], group: ProcessGroup | None) -> list[T]:
-    """Return the results of all ranks. If one rank has an OSError, all raise one. Collective."""
-    if group is None:
-        return [call()]
-    mine: T | OSError
-    try:
-        mine = call()
-    except OSError as error:
-        mine = error
-    results: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(results, mine, group=group)
-    for result in results:
-        if isinstance(result, OSError):
-            raise result
-    return results
 
 
 def _checksums(directory: Path, written: Sequence[WriteResult]) -> str:
     """Return a hash of the checksums that torch has put into this rank's blocks. The data is not read again."""
     found = sha256()
-    for place in (result.storage_data for result in written):
-        with (directory / place.relative_path).open("rb") as file:
-            count = min(place.length, _DIRECTORY_BYTES)
-            file.seek(place.offset + place.length - count)
-            found.update(file.read(count))
+    places = [result.storage_data for result in written]
+    for name in _files_of(written):
+        with (directory / name).open("rb") as file:
+            for place in places:
+                if place.relative_path == name:
+                    count = min(place.length, _DIRECTORY_BYTES)
+                    file.seek(place.offset + place.length - count)
+                    found.update(file.read(count))
     return found.hexdigest()
+
+
+def _files_of(written: Sequence[WriteResult]) -> list[str]:
+    return sorted({result.storage_data.relative_path for result in written})
 
 
 def write_common(directory: Path, common: Mapping[str, Any], save_id: str) -> None:

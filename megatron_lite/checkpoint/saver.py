@@ -22,23 +22,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from formats import rank_files
-from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.errors import CorruptCheckpoint
 from formats.renames import sync_directory
 from megatron_lite.checkpoint import rank_file
 from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.deltas import Deltas, remove
 from megatron_lite.checkpoint.files import write_blocks, write_common, write_file
 from megatron_lite.checkpoint.snapshot import Snapshot
+from megatron_lite.checkpoint.together import SaveError
 from megatron_lite.processes.long_work import on_rank_0
 
 SIDECARS = "hf"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PARTIAL = re.compile(r"\.iter_\d{7,}\.partial")
 _REPLACED = re.compile(r"\.iter_\d{7,}\.replaced")
-
-
-class SaveError(CheckpointError):
-    """A checkpoint could not be written. Older checkpoints are unchanged."""
 
 
 @dataclass
@@ -116,6 +113,9 @@ class Saver:
         except OSError as error:
             self.remove_partial()
             raise SaveError(f"{target}: can't be written: {error.strerror or error}") from error
+        except SaveError:  # of another rank
+            self.remove_partial()
+            raise
 
     def _write_to(self, target: Path, snapshot: Snapshot) -> None:
         staging = target.with_name(f".{target.name}.partial")

@@ -16,6 +16,7 @@ from megaconv.megatron.arguments.latent import latent_norm_argument
 from megaconv.megatron.arguments.mamba import time_step_argument
 from megaconv.megatron.arguments.param_groups import write_group, write_order
 from megaconv.megatron.arguments.write import to_arguments
+from megaconv.megatron.states.origin import TRAINER
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout, padded_vocab
 from megaconv.model.training import ParamGroup, TrainingState
@@ -29,9 +30,6 @@ Rates = tuple[float, float, float | None]
 
 _ENUMERATIONS = ("attention_backend",)
 """Flags that are members of an enumeration in Megatron's args. Megatron would take their name for another value."""
-
-OURS = "megatron_lite"
-"""The key of values that only this trainer needs, to continue bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def common_state(
         "iteration": progress.iteration,
         "opt_param_scheduler": dict(scheduler),
         "num_floating_point_operations_so_far": progress.flops,
-        OURS: asdict(progress),
+        TRAINER: asdict(progress),  # only this trainer needs it, to continue bit by bit
     }
     if with_optimizer:
         state["optimizer"] = {
@@ -190,8 +188,8 @@ def read_common(path: Path) -> Mapping[str, Any] | None:
 
 def read_progress(common: Mapping[str, Any] | None, training: TrainingState) -> Progress:
     """Return the progress: complete from this trainer's checkpoints, from others the values that megaconv finds."""
-    if common is not None and isinstance(common.get(OURS), dict):
-        return Progress(**common[OURS])
+    if common is not None and isinstance(common.get(TRAINER), dict):
+        return Progress(**common[TRAINER])
     iteration = training.iteration or 0
     consumed = training.consumed_train_samples
     optimizer = training.optimizer

@@ -10,15 +10,11 @@ A rank needs room on its disk for its own files of one checkpoint (TMPDIR). They
 
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
 
 from formats import rank_files
-from formats.errors import CheckpointError
 from formats.stores import leftovers
 from formats.stores.claim import is_of_this_process, parsed
 from formats.stores.directory import CLAIM
@@ -27,12 +23,12 @@ from formats.stores.slots import Slots
 from formats.stores.store_journal import SentFile, StoreJournal
 from formats.stores.waiting import MEMORY_BYTES
 from formats.stores.writing import Upload, WritableStore
-from megatron_lite.checkpoint.saver import SIDECARS, SaveError, Saver
+from megatron_lite.checkpoint.saver import SIDECARS, Saver
 from megatron_lite.checkpoint.snapshot import Snapshot
+from megatron_lite.checkpoint.together import SaveError, of_all
 
 _BLOCK_BYTES = 1 << 20
 _INDEXES = (".metadata", "metadata.json")
-_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -52,8 +48,8 @@ class StoreSaver(Saver):
             self._write_files(folder, snapshot)
             begun: list[Upload] = []
             try:
-                sent = self._on_all(lambda: self._send(folder, version, begun))
-                self._on_all(lambda: self._publish_all(sent, version, snapshot))
+                sent = of_all(lambda: self._send(folder, version, begun), self.group)
+                of_all(lambda: self._publish_all(sent, version, snapshot), self.group)
                 self._journal.forget_files()
             except BaseException:
                 leftovers.at_once(self.store.abort, begun)
@@ -71,26 +67,6 @@ class StoreSaver(Saver):
             self._write_blocks(folder, snapshot)
         elif snapshot.rank_file is not None:
             self._write_rank_file(folder, snapshot.rank_file)
-
-    def _on_all(self, call: Callable[[], _Answer]) -> list[_Answer]:
-        """The results of all ranks. If one rank fails, all raise its error."""
-        error: CheckpointError | None = None
-        result: Any = None
-        try:
-            result = call()
-        except CheckpointError as found:
-            error = found
-        if self.group is None:
-            if error is not None:
-                raise error
-            return [result]
-        results: list[Any] = [None] * dist.get_world_size(self.group)
-        text = None if error is None else str(error)
-        dist.all_gather_object(results, (text, result), group=self.group)
-        for rank, (failed, _) in enumerate(results):
-            if failed is not None:
-                raise error or SaveError(f"rank {rank} can't save: {failed}")
-        return [value for _, value in results]
 
     def _send(self, folder: Path, version: str, begun: list[Upload]) -> list[SentFile]:
         """Send this rank's files as uploads. begun: receives the uploads."""

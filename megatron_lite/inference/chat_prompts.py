@@ -11,8 +11,9 @@ from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat, Message, listed, read_record
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.images.files import read_image
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.inference.gallery import Images, Picture
-from megatron_lite.inference.prompts import Shown, encode_chat
+from megatron_lite.inference.prompts import encode_chat
 
 
 class ChatPrompt(NamedTuple):
@@ -35,7 +36,7 @@ class ChatPrompt(NamedTuple):
 
     @property
     def has_images(self) -> bool:
-        """Whether a message has an image."""
+        """True if a message has an image."""
         return bool(self.chat.images)
 
     @property
@@ -71,14 +72,14 @@ def _text_of(message: Message) -> str:
 
 
 def encode_prompt(
-    prompt: ChatPrompt, tokenizer: Any, images: Images
+    prompt: ChatPrompt, tokenizer: Tokenizer, images: Images
 ) -> tuple[tuple[int, ...], tuple[Picture, ...]]:
     """Return the tokens of a chat, and its images. Raises UsageError."""
     chat = prompt.chat
     try:
         files = [read_image(given, prompt.file.parent) for given in chat.images]
         pictures = tuple(images.add(file) for file in files)
-        shown = Shown(images, pictures) if pictures else None
-        return encode_chat(tokenizer, chat.messages, chat.tools or (), shown=shown), pictures
+        tokens = encode_chat(tokenizer, chat.messages, chat.tools or (), pictures=pictures)
     except (BadRecord, UsageError) as error:
         raise UsageError(f"{prompt.where}: {error}") from error
+    return tokens, pictures

@@ -68,7 +68,7 @@ def _talk(opened: Opened, batch: RunningBatch, given: argparse.Namespace) -> Non
             print(error, file=sys.stderr)
             continue
         try:
-            prompt = encode_chat(opened.tokenizer, talk.messages, shown=talk.shown)
+            prompt = encode_chat(opened.tokenizer, talk.messages, pictures=talk.pictures)
             talk.answered(_answer(opened, batch, given, prompt, talk.pictures))
         except (UsageError, NotFinite) as error:
             print(f"{error}; /new begins another conversation", file=sys.stderr)

@@ -8,7 +8,6 @@ from typing import Any
 from megaconv.errors import UsageError
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.inference.gallery import Images, Picture
-from megatron_lite.inference.prompts import Shown
 
 NEW, IMAGE = "/new", "/image"
 Message = Mapping[str, Any]
@@ -54,11 +53,6 @@ class Conversation:
             name = str(Path(name).expanduser())
         self.pictures.append(self._images.add(ImageFile(Path(name))))
         self._waiting += 1
-
-    @property
-    def shown(self) -> Shown | None:
-        """The images; None without any."""
-        return Shown(self._images, self.pictures) if self.pictures else None
 
     def answered(self, answer: str) -> None:
         """Add the answer to the last message."""

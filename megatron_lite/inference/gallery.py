@@ -36,21 +36,21 @@ class Picture:
     """[1 + further, tokens, hidden], on the CPU: see models.pictures.Pictures."""
     is_whole: bool
     """True if its tokens attend to each other in both directions, so that they have to be read together."""
+    token: int
+    """The token of the vocabulary that stands for each of its parts."""
+    placeholder: str
+    """The text that a chat template writes for it."""
 
 
 class Images(Protocol):
     """The images that a model reads."""
 
+    def load(self) -> None:
+        """Load the encoder now. Raises UsageError, TensorMismatch."""
+        ...
+
     def add(self, file: ImageFile) -> Picture:
         """Read an image. Raises UsageError."""
-        ...
-
-    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
-        """Return the texts of images for a rendered chat."""
-        ...
-
-    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
-        """Return the tokens of a chat with the ids of its images. Raises UsageError."""
         ...
 
 
@@ -60,13 +60,10 @@ class NoImages:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
+    def load(self) -> None:
+        """Do nothing: there is no encoder."""
+
     def add(self, file: ImageFile) -> Picture:
-        raise UsageError(self._reason)
-
-    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
-        raise UsageError(self._reason)
-
-    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
         raise UsageError(self._reason)
 
 
@@ -125,30 +122,35 @@ class Gallery:
             vectors = self._encode(inputs, written.grid.tokens)
         except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        picture = Picture(self._count, written, vectors, self._is_whole)
+        picture = Picture(
+            self._count, written, vectors, self._is_whole, self._reader.token, self._placeholder
+        )
         self._count += 1
         self._known[key] = self._by_number[picture.number] = picture
         return picture
 
-    def texts(self, pictures: Sequence[Picture]) -> ImageTexts:
-        """See Images."""
-        return ImageTexts(self._placeholder, [picture.written.text for picture in pictures])
-
-    def placed(self, ids: Sequence[int], pictures: Sequence[Picture]) -> tuple[int, ...]:
-        """See Images."""
-        parts = [
-            token
-            for picture in pictures
-            for token in tokens_of(picture.number, picture.written.grid.tokens)
-        ]
-        if ids.count(self._reader.token) != len(parts):
-            raise UsageError(
-                f"the conversation has {ids.count(self._reader.token)} tokens of images, and its images have {len(parts)}; "
-                "a text may not contain that token"
-            )
-        waiting = iter(parts)
-        return tuple(next(waiting) if token == self._reader.token else token for token in ids)
-
     def picture(self, number: int) -> Picture:
         """Return an image that a request has."""
         return self._by_number[number]
+
+
+def texts_of(pictures: Sequence[Picture]) -> ImageTexts:
+    """Return the texts of a chat's images, of which there is at least one."""
+    return ImageTexts(pictures[0].placeholder, [picture.written.text for picture in pictures])
+
+
+def with_ids_of(pictures: Sequence[Picture], ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of a chat with the ids of its images. Raises UsageError."""
+    own = [
+        token
+        for picture in pictures
+        for token in tokens_of(picture.number, picture.written.grid.tokens)
+    ]
+    token = pictures[0].token
+    if ids.count(token) != len(own):
+        raise UsageError(
+            f"the conversation has {ids.count(token)} tokens of images, and its images have {len(own)}; "
+            "a text may not contain that token"
+        )
+    waiting = iter(own)
+    return tuple(next(waiting) if each == token else each for each in ids)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
@@ -12,15 +12,8 @@ from megatron_lite.data.harmony_messages import with_descriptions
 from megatron_lite.data.template_messages import as_template_expects
 from megatron_lite.data.templates import bounded
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, NullTokenizer, Tokenizer
-from megatron_lite.inference.gallery import Images, Picture
+from megatron_lite.inference.gallery import Picture, texts_of, with_ids_of
 from megatron_lite.inference.generation_config import eos_of_generation
-
-
-class Shown(NamedTuple):
-    """The images of a conversation, in the order of their places."""
-
-    images: Images
-    pictures: Sequence[Picture]
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
@@ -52,12 +45,12 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     template: str | None = None,
     variables: Mapping[str, Any] | None = None,
-    shown: Shown | None = None,
+    pictures: Sequence[Picture] = (),
 ) -> tuple[int, ...]:
     """Return the tokens of a conversation by the tokenizer's template, up to the start of the assistant's answer.
 
     tools: descriptions of the tools that the model may call, in OpenAI's form. template: in place of the tokenizer's.
-    variables: further ones for the template. shown: the images, for which messages have parts {"type": "image"}.
+    variables: further ones for the template. pictures: the images, for which messages have parts {"type": "image"}.
     Raises UsageError if there is no template, or if it refuses the conversation.
     """
     if isinstance(tokenizer, NullTokenizer):
@@ -78,25 +71,26 @@ def encode_chat(
                 tools=with_descriptions(offered, text) if offered else None,
                 chat_template=template,
                 add_generation_prompt=True,
-                tokenize=shown is None,
+                tokenize=not pictures,
                 **(variables or {}),
             )
         )
     except Exception as error:  # templates raise errors of any class
         raise UsageError(f"the chat template refuses this conversation: {error}") from error
-    if shown is not None:
-        return _with_images(tokenizer, ids, shown)
+    if pictures:
+        return _with_images(tokenizer, ids, pictures)
     return tuple(ids["input_ids"] if isinstance(ids, Mapping) else ids)
 
 
-def _with_images(tokenizer: HuggingFaceTokenizer, rendered: str, shown: Shown) -> tuple[int, ...]:
+def _with_images(
+    tokenizer: HuggingFaceTokenizer, rendered: str, pictures: Sequence[Picture]
+) -> tuple[int, ...]:
     """Return the tokens of a rendered conversation with its images."""
     try:
-        text, _ = shown.images.texts(shown.pictures).put_into(rendered, ())
+        text, _ = texts_of(pictures).put_into(rendered, ())
     except BadRecord as error:
         raise UsageError(f"the conversation {error}") from error
-    ids = tokenizer.inner(text, add_special_tokens=False)["input_ids"]
-    return shown.images.placed(ids, shown.pictures)
+    return with_ids_of(pictures, tokenizer.inner(text, add_special_tokens=False)["input_ids"])
 
 
 def template_for_tools(tokenizer: Tokenizer) -> str:

@@ -50,7 +50,7 @@ class Seen(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """How a model takes images."""
+    """The properties of a model that decide on its input of images."""
 
     axes_of_pairs: Tensor | None
     """See objectives.image_chats.ImageFeeder."""

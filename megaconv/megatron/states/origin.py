@@ -29,6 +29,8 @@ Numbers = tuple[int, ...]
 _States = Mapping[Numbers, Mapping[str, Any]]
 _Files = Mapping[Numbers, Path]
 
+TRAINER = "megatron_lite"
+"""The key of megatron_lite's own values in its checkpoints."""
 OF_ONE_RUN = (
     "seed", "lr", "min_lr", "weight_decay", "global_batch_size", "train_iters", "lr_warmup_iters", "lr_decay_iters",
     "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "hidden_dropout", "attention_dropout",
@@ -73,7 +75,7 @@ def require_one_save(states: _States, files: _Files, version: Path) -> None:
         _require_same(
             f"args.{name}", _argument(name, states), files, version, "they are from two runs"
         )
-    _require_same("megatron_lite.data", _data(states), files, version, "they are from two runs")
+    _require_same(f"{TRAINER}.data", _data(states), files, version, "they are from two runs")
     for numbers, iteration in sorted(iterations.items()):
         require_iteration(version, files[numbers], iteration)
 
@@ -223,7 +225,7 @@ def _samples(states: _States) -> dict[Numbers, int]:
 
 def _data(states: _States) -> dict[Numbers, str]:
     """The hash of the training data in each file that has it."""
-    found = {numbers: state.get("megatron_lite") for numbers, state in states.items()}
+    found = {numbers: state.get(TRAINER) for numbers, state in states.items()}
     hashes = {
         numbers: value.get("data") for numbers, value in found.items() if isinstance(value, dict)
     }

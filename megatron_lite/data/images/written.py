@@ -91,11 +91,20 @@ def write_next(config: Config, processed: Processed, words: Words) -> Written:
     fitted = select_best_resolution((height, width), config["image_grid_pinpoints"])
     rows, columns = (length // size * (size // patch) for length in fitted)
     if width / height > columns / rows:
-        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        rows = _without_padding(rows, height * (columns / width))
     else:
-        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        columns = _without_padding(columns, width * (rows / height))
     whole = write_square(config, processed, words).grid.tokens
     return _run(Grid(1, 1, whole + rows * (columns + 1)), words.image)
+
+
+def _without_padding(patches: int, image: float) -> int:
+    """Return the number of patches without those that are padding, of which both sides have as many.
+
+    image: the number of patches of the image, with a fraction.
+    """
+    of_side = (patches - int(round(image, 7))) // 2
+    return patches - 2 * of_side
 
 
 def write_tiles(config: Config, processed: Processed, words: Words) -> Written:

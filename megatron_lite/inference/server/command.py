@@ -13,7 +13,7 @@ from megaconv.errors import UsageError
 from megaconv.extras import install
 from megaconv.terminal import show
 from megatron_lite.inference.commands.serve import KEY
-from megatron_lite.inference.gallery import Gallery, Images, NoImages
+from megatron_lite.inference.gallery import Images, NoImages
 from megatron_lite.inference.generation_config import GENERATION
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.sampling import PLAIN, Sampling
@@ -130,8 +130,6 @@ def loaded(images: Images) -> Images:
 
     transformers loads it with another default dtype, which holds for all threads.
     """
-    if not isinstance(images, Gallery):
-        return images
     try:
         images.load()
     except CheckpointError as error:

@@ -7,7 +7,6 @@ from megaconv.errors import UsageError
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.images.files import ImageFile, read_data_uri
 from megatron_lite.inference.gallery import Images, Picture
-from megatron_lite.inference.prompts import Shown
 from megatron_lite.inference.server.errors import Refused
 
 FIELD = "messages"
@@ -30,8 +29,8 @@ def read_image_url(given: Any, name: str) -> ImageFile:
 
 def with_pictures(
     messages: Sequence[Message], images: Images
-) -> tuple[Sequence[Message], Shown | None]:
-    """Return the messages as a chat template expects them, and their images; None without any. Raises Refused.
+) -> tuple[Sequence[Message], tuple[Picture, ...]]:
+    """Return the messages as a chat template expects them, and their images. Raises Refused.
 
     messages: an image is a part {"type": "image", "image": ImageFile}.
     """
@@ -42,7 +41,7 @@ def with_pictures(
         if not isinstance(content, str):
             content = [_part(part, images, pictures) for part in content]
         made.append({**message, "content": content})
-    return made, Shown(images, pictures) if pictures else None
+    return made, tuple(pictures)
 
 
 def _part(part: Message, images: Images, into: list[Picture]) -> Message:

@@ -129,10 +129,12 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     """Read a request of /v1/chat/completions. Raises Refused."""
     tools = read_tools(fields)
     offered = () if tools is None else tools.described
-    messages, shown = with_pictures(read_messages(fields.any("messages")), opened.images)
+    messages, pictures = with_pictures(read_messages(fields.any("messages")), opened.images)
     variables = read_variables(fields, opened.tokenizer, offered)
     try:
-        prompt = encode_chat(opened.tokenizer, messages, offered, variables=variables, shown=shown)
+        prompt = encode_chat(
+            opened.tokenizer, messages, offered, variables=variables, pictures=pictures
+        )
     except UsageError as error:
         raise Refused(str(error), "messages") from error
     fields.only({"modalities": (["text"],)})
@@ -147,7 +149,6 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     harmony = opened.harmony
     if harmony is not None and not begins_answer(prompt, harmony):
         harmony = None
-    pictures = () if shown is None else tuple(shown.pictures)
     wanted = _shared(
         fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony, pictures
     )

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.placement import Shard
-from megatron_lite.checkpoint.saver import SaveError, Saver
+from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.store_saver import StoreSaver
+from megatron_lite.checkpoint.together import SaveError
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from formats import torch_zip
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint import rank_file
 from megatron_lite.checkpoint.rank_state import rank_snapshot
-from megatron_lite.checkpoint.saver import SaveError, Saver
+from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress, param_groups
+from megatron_lite.checkpoint.together import SaveError
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.parallel import comm

@@ -16,7 +16,7 @@ from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.opening_images import open_images
-from megatron_lite.inference.prompts import Shown, encode_chat
+from megatron_lite.inference.prompts import encode_chat
 from megatron_lite.inference.slots import Feed
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions
@@ -57,7 +57,7 @@ def in_layout(
         model.follow()
     else:
         pictures = [images.add(ImageFile(directory / "data" / name)) for name in NAMES]
-        prompt = encode_chat(tokenizer, PROMPT, shown=Shown(images, pictures))
+        prompt = encode_chat(tokenizer, PROMPT, pictures=pictures)
         slot, end = model.slots - 1, len(prompt)
         found = [model.extend([Feed(0, 0, (72, 73)), Feed(slot, 0, prompt)])[1]]
         for place, each in enumerate(FOLLOWING, end):

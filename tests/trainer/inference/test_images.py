@@ -21,9 +21,10 @@ from megatron_lite.inference import shown_images
 from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.commands.chat import parser
 from megatron_lite.inference.conversation import Conversation
+from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.image_tokens import FIRST
 from megatron_lite.inference.opening import Opened, open_model
-from megatron_lite.inference.prompts import Shown, encode_chat
+from megatron_lite.inference.prompts import encode_chat
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.server.command import loaded
@@ -53,7 +54,7 @@ class Case(NamedTuple):
     """The prompt as transformers has it."""
     logits: Tensor
     """[prompt and following tokens, vocabulary]: of transformers."""
-    shown: Shown
+    pictures: Sequence[Picture]
 
 
 def opened_model(directory: Path) -> Opened:
@@ -62,23 +63,37 @@ def opened_model(directory: Path) -> Opened:
     return open_model(given, Parallel(), launch.start(Parallel()))
 
 
-def of_transformers(kind: str, directory: Path) -> tuple[list[int], Tensor]:
-    """(tokens of the prompt, logits behind each of its tokens and of those that follow)."""
+def arguments_of_transformers(
+    kind: str, directory: Path, messages: Sequence[Any], names: Sequence[str]
+) -> tuple[list[int], dict[str, Any]]:
+    """(tokens of a prompt, the arguments of its images)."""
     import transformers
     from PIL import Image
 
     hf = directory / "hf"
     own_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     processor = transformers.AutoImageProcessor.from_pretrained(hf)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
-    images = [Image.open(directory / "data" / name) for name in NAMES]
+    images = [Image.open(directory / "data" / name) for name in names]
     given = arguments_of(kind, transformers)
     arguments = dict(processor(images=images, return_tensors="pt", **given))
-    text = own_tokenizer.apply_chat_template(PROMPT, tokenize=False, add_generation_prompt=True)
+    text = own_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
     written = texts_of(kind, transformers, arguments, WORD)
     text = first + "".join(map("".join, zip(written, others, strict=True)))
-    ids = own_tokenizer(text, add_special_tokens=False)["input_ids"]
+    return own_tokenizer(text, add_special_tokens=False)["input_ids"], arguments
+
+
+def model_of_transformers(directory: Path) -> Any:
+    import transformers
+
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    return load(directory / "hf", dtype=torch.float32)
+
+
+def of_transformers(kind: str, directory: Path) -> tuple[list[int], Tensor]:
+    """(tokens of the prompt, logits behind each of its tokens and of those that follow)."""
+    model = model_of_transformers(directory)
+    ids, arguments = arguments_of_transformers(kind, directory, PROMPT, NAMES)
     row = torch.tensor([[*ids, *FOLLOWING]])
     kinds = (row == token(WORD)).int()
     arguments |= {"input_ids": row, "mm_token_type_ids": kinds, "token_type_ids": kinds}
@@ -96,9 +111,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ids, logits = of_transformers(request.param, directory)
     opened = opened_model(directory / "hf")
     pictures = [opened.images.add(ImageFile(directory / "data" / name)) for name in NAMES]
-    shown = Shown(opened.images, pictures)
-    prompt = encode_chat(opened.tokenizer, PROMPT, shown=shown)
-    return Case(opened, prompt, ids, logits, shown)
+    prompt = encode_chat(opened.tokenizer, PROMPT, pictures=pictures)
+    return Case(opened, prompt, ids, logits, pictures)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
@@ -121,7 +135,7 @@ def test_a_prompt_in_parts_beside_other_rows_gives_the_same(case: Case) -> None:
     """A part may end within an image. Another row has no image, or the images in another slot."""
     model, start = case.opened.model, len(case.prompt)
     middle = next(n for n, each in enumerate(case.prompt) if each >= FIRST)
-    middle += 0 if case.shown.pictures[0].is_whole else 2
+    middle += 0 if case.pictures[0].is_whole else 2
     text = tuple(range(40, 60))
     alone = model.extend([Feed(1, 0, text)])[0]
     model.extend([Feed(0, 0, case.prompt[:middle]), Feed(1, 0, text[:7])])
@@ -140,7 +154,7 @@ def test_a_prompt_in_parts_beside_other_rows_gives_the_same(case: Case) -> None:
 def test_prompts_are_read_in_parts(case: Case, size: int) -> None:
     """An image whose tokens attend to each other in both directions is read as a whole, however small the parts are."""
     batch = RunningBatch(case.opened.model, prompt_tokens=size)
-    pictures = tuple(case.shown.pictures)
+    pictures = tuple(case.pictures)
     batch.add(Request(case.prompt, 3, Sampling(0), log_probs=1, pictures=pictures))
     first = next(steps(batch))
     assert first.likelihood is not None
@@ -177,33 +191,20 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer_of_transformers(directory: Path, names: Sequence[str], text: str, count: int) -> str:
     """The greedy answer to a message with images before its text."""
-    import transformers
-    from PIL import Image
-
-    hf = directory / "hf"
-    own_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
-    processor = transformers.AutoImageProcessor.from_pretrained(hf)
-    model = transformers.AutoModelForImageTextToText.from_pretrained(hf, dtype=torch.float32)
     content = [*({"type": "image"} for _ in names), {"type": "text", "text": text}]
-    rendered = own_tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    images = [Image.open(directory / "data" / name) for name in names]
-    arguments = dict(processor(images=images, return_tensors="pt"))
-    first, *others = rendered.split(WORD)
-    written = texts_of("qwen2_5_vl", transformers, arguments, WORD)
-    rendered = first + "".join(map("".join, zip(written, others, strict=True)))
-    ids = own_tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    made = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == token(WORD)).int(),
+    messages = [{"role": "user", "content": content}]
+    ids, arguments = arguments_of_transformers("qwen2_5_vl", directory, messages, names)
+    row = torch.tensor([ids])
+    made = model_of_transformers(directory).generate(
+        input_ids=row,
+        attention_mask=torch.ones_like(row),
+        mm_token_type_ids=(row == token(WORD)).int(),
         max_new_tokens=count,
         min_new_tokens=count,
         do_sample=False,
         **arguments,
     )
-    answer: str = own_tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    answer: str = tokenizer().decode(made[0, len(ids) :], skip_special_tokens=True)
     return answer
 
 
@@ -367,7 +368,7 @@ def test_an_image_that_a_rank_has_no_longer_comes_again(
     for names in (NAMES, ("2.png", "3.png"), NAMES):
         pictures = [opened.images.add(ImageFile(qwen / "data" / name)) for name in names]
         assert sum(each.written.grid.tokens for each in pictures) <= 60
-        prompt = encode_chat(opened.tokenizer, PROMPT, shown=Shown(opened.images, pictures))
+        prompt = encode_chat(opened.tokenizer, PROMPT, pictures=pictures)
         found.append((prompt, opened.model.extend([Feed(0, 0, prompt)])))
     first, other, again = found
     assert first[0] == again[0] != other[0]
@@ -398,7 +399,7 @@ def test_no_image_of_a_feed_is_dropped(qwen: Path, monkeypatch: pytest.MonkeyPat
     shared = opened.images.add(ImageFile(qwen / "data" / "0.png"))
     for name in ("1.png", "2.png", "3.png", "1.png"):
         pictures = [shared, opened.images.add(ImageFile(qwen / "data" / name))]
-        prompt = encode_chat(opened.tokenizer, PROMPT, shown=Shown(opened.images, pictures))
+        prompt = encode_chat(opened.tokenizer, PROMPT, pictures=pictures)
         found = opened.model.extend([Feed(0, 0, prompt)])
         assert found.isfinite().all()
 

@@ -101,5 +101,5 @@ def fill_the_disk_of_rank_1(rank: int) -> None:
 def test_a_rank_that_cannot_write_its_mark_ends_all(tmp_path: Path) -> None:
     running = launch(tmp_path, 2, f"{COMMAND} {LAYOUTS['tensor']}", fill_the_disk_of_rank_1)
     assert running.wait() == [1, 1]
-    assert "can't be written: No space left on device" in running.logs()
+    assert "No space left on device" in running.logs()
     assert not list(tmp_path.glob("ckpt/*"))

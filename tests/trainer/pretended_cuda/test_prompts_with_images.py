@@ -35,7 +35,9 @@ class SmallGallery:
         torch.manual_seed(3)
         vectors = [torch.randn(layers, grid.tokens, hidden) for grid in GRIDS]
         self._pictures = [
-            Picture(number, Written("", grid), each.to(device), is_whole=False)
+            Picture(
+                number, Written("", grid), each.to(device), is_whole=False, token=0, placeholder=""
+            )
             for number, (grid, each) in enumerate(zip(GRIDS, vectors, strict=True))
         ]
 
