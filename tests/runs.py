@@ -11,6 +11,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from errno import EACCES
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
@@ -47,6 +48,20 @@ def run(*arguments: object) -> Outcome:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     return Outcome(status, out.getvalue(), err.getvalue())
+
+
+@contextmanager
+def unreadable(directory: Path) -> Iterator[None]:
+    """A block in which a directory can't be listed. Permissions don't stop root, who may run the tests."""
+    listed = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(path) == directory:
+            raise PermissionError(EACCES, os.strerror(EACCES), str(path))
+        return listed(path)
+
+    with patch.object(os, "scandir", scandir):
+        yield
 
 
 def start(*arguments: object, before: str = "") -> subprocess.Popen[str]:

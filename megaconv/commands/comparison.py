@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from formats.tensor import ITEMSIZE, LazyTensor
+from formats.tensor import ITEMSIZE, Bytes, LazyTensor
 from megaconv import registry
 from megaconv.commands.comparable import require_same_names, require_weights
 from megaconv.engine.fingerprints import read_blocks, tensor_hasher
@@ -26,7 +26,7 @@ from megaconv.model.training import SLOTS
 from megaconv.options import LoadOptions
 from megaconv.threads import thread_pool
 from megaconv.values.rounding import numbers
-from megaconv.values.shifted import plain
+from megaconv.values.shifted import add
 
 
 @dataclass(frozen=True)
@@ -302,14 +302,19 @@ def _compare_values(
     checks: tuple[SourceCheck, SourceCheck],
 ) -> Difference | None:
     unequal, largest = 0, 0.0
-    if shift_of(left) != shift_of(right):
-        left, right = plain(key, left), plain(key, right)
-    hashers = [tensor_hasher(left) if check.expects(key) else None for check in checks]
+    sides = (left, right)
+    have_one_shift = shift_of(left) == shift_of(right)
+    hashers = [
+        tensor_hasher(side) if check.expects(key) else None
+        for side, check in zip(sides, checks, strict=True)
+    ]
     pairs_of_blocks = zip(read_blocks(left), read_blocks(right), strict=True)
-    for ours, theirs in pairs_of_blocks:
-        for hasher, block in zip(hashers, (ours, theirs), strict=True):
+    for stored in pairs_of_blocks:
+        # A record has the hash of the stored values if the canonical ones have to be rounded.
+        for hasher, block in zip(hashers, stored, strict=True):
             if hasher is not None:
                 hasher.update(block.reshape(-1))
+        ours, theirs = stored if have_one_shift else map(_plain, sides, stored)
         if not np.array_equal(ours, theirs):
             count, distance = _distance(ours, theirs, left.dtype)
             unequal += count
@@ -322,6 +327,12 @@ def _compare_values(
         return None
     total = int(np.prod(left.shape, dtype=np.int64))
     return Difference(key, "values", f"{unequal:,} of {total:,} elements", largest)
+
+
+def _plain(tensor: LazyTensor, block: Bytes) -> Bytes:
+    """The canonical values of a tensor's block, rounded to its dtype."""
+    shift = shift_of(tensor)
+    return add(block, tensor.dtype, -shift) if shift else block
 
 
 def _distance(

@@ -30,15 +30,17 @@ class Hashes(NamedTuple):
 def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
     """All files below a directory that are to be pushed.
 
-    Raises UnsafeContent for a link that leads out of the directory.
+    Raises UnsafeContent for a link that leads out of the directory, UsageError for a link to a directory and for a
+    directory that can't be read.
     """
     found: dict[str, Path] = {}
     top = path.resolve()
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path, onerror=_refuse_unreadable):
         folders[:] = sorted(
             name for name in folders if not name.startswith(".git") and name != ".cache"
         )
-        for name in sorted(names):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        for name in sorted([*names, *links]):
             file = Path(folder) / name
             below = file.relative_to(path).as_posix()
             if not _is_asked_for(below, options):
@@ -51,11 +53,20 @@ def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
                     "or --exclude it"
                 )
             if not real.is_file():
-                raise UsageError(f"{file}: is not a regular file")
+                what = "a link to a directory" if real.is_dir() else "not a regular file"
+                raise UsageError(
+                    f"{file}: is {what}; put the files themselves there, or --exclude it"
+                )
             found[below] = file
     if not found:
         raise UsageError(f"{path}: has no file that --include and --exclude leave to push")
     return found
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise UsageError(
+        f"{error.filename}: can't be read: {error.strerror}; change its permissions"
+    ) from error
 
 
 def _is_asked_for(name: str, options: PushOptions) -> bool:

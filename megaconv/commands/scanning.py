@@ -101,18 +101,24 @@ def scan(path: str | Path) -> Scan:
     if not place.exists():
         raise nothing_at(place)
     found = Scan(str(path))
-    for file in _files(place):
+    for file in _files(place, found):
         found.files += 1
         shown = file.name if file == place else str(file.relative_to(place))
         _look_at(file, shown, found)
     return found
 
 
-def _files(place: Path) -> Iterator[Path]:
+def _files(place: Path, found: Scan) -> Iterator[Path]:
+    """All files and links at a place. A directory that can't be read is a fault."""
     if not place.is_dir():
         yield place
         return
-    for folder, directories, names in os.walk(place):
+
+    def note_unreadable(error: OSError) -> None:
+        name = str(Path(error.filename).relative_to(place))
+        found.faults.append(Finding(name, f"can't be read: {error.strerror}"))
+
+    for folder, directories, names in os.walk(place, onerror=note_unreadable):
         directories.sort()
         for name in sorted(
             [*names, *(each for each in directories if (Path(folder) / each).is_symlink())]

@@ -121,6 +121,8 @@ class _Streamed(NamedTuple):
     parameters: int
     merged: "MergedSource | None"
     stored: "StoredSource | None"
+    rounded: frozenset[Key]
+    """The tensors with a shift whose canonical values may be rounded."""
 
     @property
     def read_header(self) -> Header:
@@ -134,7 +136,7 @@ class _Streamed(NamedTuple):
         """The tensors whose values differ from the source's."""
         merged = self.merged.changed if self.merged is not None else frozenset()
         stored = self.stored.changed if self.stored is not None else frozenset()
-        return merged | stored
+        return merged | stored | self.rounded
 
 
 def _streamed(
@@ -145,11 +147,12 @@ def _streamed(
         source = saver.fit_adapter(source, save)
     source, merged = _merged_and_cast(source, options)
     may_round = "out_norm" in save.allow_lossy
+    rounded = frozenset(source.header.shifts if may_round else ())
     if may_round or not saver.holds_shifted:
         source = PlainSource(source, exact=not may_round)
     parameters = source.header.parameters
     source, stored = _in_stored_forms(source, saver, options, save, processes)
-    return _Streamed(source, parameters, merged, stored)
+    return _Streamed(source, parameters, merged, stored, rounded)
 
 
 def _checked(

@@ -14,7 +14,7 @@ from tests import hub_server
 from tests.forks import start
 from tests.hub_server import Hub
 from tests.models import write_llama
-from tests.runs import Outcome, assert_refused, finish, run
+from tests.runs import Outcome, assert_refused, finish, run, unreadable
 from tests.signatures.made import write_keys
 
 NAME = "org/tuned"
@@ -244,6 +244,20 @@ def test_links_out_of_the_directory_and_directories_without_a_model_are_not_push
         assert_refused(refused, 6, "secret.txt", "/etc/hostname", "or --exclude it")
     finally:
         (model / "secret.txt").unlink()
+
+
+def test_no_directory_is_left_out_of_a_push_without_a_word(model: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    shutil.copytree(model, ours)
+    (ours / "inside").mkdir()
+    (ours / "inside" / "more.txt").write_text("more")
+    (ours / "linked").symlink_to("inside")
+    command = ("push", ours, NAME, "--dry-run")
+    assert_refused(run(*command), 2, "linked: is a link to a directory", "--exclude it")
+    assert run(*command, "--exclude", "linked").status == 0
+    (ours / "linked").unlink()
+    with unreadable(ours / "inside"):
+        assert_refused(run(*command), 2, "inside: can't be read: Permission denied")
 
 
 def test_a_model_without_a_tokenizer_is_not_pushed_without_a_word(

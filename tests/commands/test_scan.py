@@ -16,7 +16,7 @@ import torch
 from formats.pickle_scan import NAMED, ORDINARY, UNSAFE, scan_file, scan_pickle
 from tests.conftest import FIXTURES
 from tests.models import write_llama
-from tests.runs import Outcome, run, unchanged
+from tests.runs import Outcome, run, unchanged, unreadable
 from tests.trust.gadgets import _FORMS, CALLS
 
 DATA = {
@@ -278,6 +278,15 @@ def test_a_link_to_its_own_directory_leads_nowhere_else(tmp_path: Path) -> None:
     outcome = run("scan", model)
     assert outcome.status == 6
     assert f"above: is a link to {tmp_path}, outside of its directory" in outcome.out
+
+
+def test_a_directory_that_cannot_be_read_is_a_fault(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "model")
+    (model / "inside").mkdir()
+    with unreadable(model / "inside"):
+        outcome = run("scan", model)
+    assert outcome.status == 3
+    assert "fault    inside: can't be read: Permission denied" in outcome.out
 
 
 def test_a_single_file_and_one_that_is_not_there(tmp_path: Path) -> None:

@@ -237,6 +237,21 @@ def test_an_out_norm_without_an_exact_value_is_rounded_only_with_allow_lossy(
     assert weights_of(tmp_path / "out")[HF_NORM][0].item() == 1 + bf16
 
 
+def test_a_rounded_out_norm_does_not_contradict_the_record_of_its_source(
+    hf: Path, tmp_path: Path
+) -> None:
+    source = trained(hf, tmp_path / "trained", 0.0123)
+    megaconv.convert(source, tmp_path / "dist", saver="core", ckpt_format="torch_dist")
+    command = ("convert", tmp_path / "dist", tmp_path / "out", "--saver", "hf")
+    assert run(*command, "--allow-lossy", "out_norm").status == 0
+    assert run("diff", tmp_path / "dist", tmp_path / "out").status == 0
+    assert run("diff", tmp_path / "out", tmp_path / "dist").status == 0
+    norm = load_file(tmp_path / "out" / "model.safetensors")
+    norm[HF_NORM][0] += 1
+    save_file(norm, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(run("diff", tmp_path / "dist", tmp_path / "out"), 3, "out_norm", "megaconv.json")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_exactly_the_sums_that_come_back_to_the_same_bits_are_made(dtype: str) -> None:
     """Every 16-bit number, infinities and what is no number too; of float32 those with as many bits."""
