@@ -88,11 +88,11 @@ class ScoreWatch:
         top = torch.full((), -torch.inf, device=self._device)
         own: list[Tensor] = []
         if self._attentions:  # all replicas have the same layers
-            together = torch.stack(
-                [self._of_passes(each.module.layer) for each in self._attentions]
-            )
+            each = [self._of_passes(attention.module.layer) for attention in self._attentions]
+            together = torch.cat(each)  # layers may have different numbers of heads
             comm.largest(together, self._replicas)
-            top, own = together.amax(), list(together)
+            top = together.amax()
+            own = list(torch.split(together, [len(scores) for scores in each]))
         comm.largest(top, self._world)
         return StepScores(list(zip(self._attentions, own, strict=True)), top)
 

@@ -202,6 +202,7 @@ LAYOUTS = [
     clipped("deepseek_v3", tp=2, sequence_parallel=True, steps=4, recompute=FULL),
     clipped("gpt2", cp=2, steps=4, options=(("context", "a2a"),)),
     clipped("gpt2", pp=2, steps=4),
+    clipped("laguna", dp=2, steps=4),  # its layers have different numbers of heads
 ]
 MANY = [
     replace(each, model=model, **layout)
