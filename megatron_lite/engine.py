@@ -167,7 +167,7 @@ class Engine(RankComputation):
             norm = sqrt(totals.square) * factor if isfinite(totals.square) else float("inf")
             skipped = not isfinite(norm)
             self._update(norm, factor, Rates(lr, weight_decay, decoupled_lr), scores)
-        end_step(self._delayed, partial(raise_to_largest, grid=grid))
+        end_step(self._delayed, grid.device, partial(raise_to_largest, grid=grid))
         self.step += 1
         return StepReport(
             loss=loss / (tokens or 1.0),
@@ -198,6 +198,8 @@ class Engine(RankComputation):
             buckets.begin()
         self._balances.clear()
         self._balanced = Step(groups_of_other_tokens(self.grid))
+        for product in self._delayed:
+            product.begin_step()
         if self._watch is not None:
             self._watch.begin()
 

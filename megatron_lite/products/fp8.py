@@ -107,8 +107,15 @@ class DelayedProduct(FP8Product):
         )
         before = self.history.get(role)
         if before is not None:
-            found = before.amax() if self.options.algorithm == "max" else before[0]
+            earlier = before.amax() if self.options.algorithm == "max" else before[0]
+            # An expert without tokens had no values: a scale of 1 would round its next gradients to 0. A skipped step may
+            # have had infinite ones.
+            found = torch.where((earlier > 0) & earlier.isfinite(), earlier, found)
         return factor(found, dtype, self.options.margin)
+
+    def begin_step(self) -> None:
+        """Start a new step: the elements of an evaluation before it take no part in the histories."""
+        self.largest.clear()
 
     def end_step(self, largest: Tensor) -> None:
         """Add a step to the histories. largest: float32 [roles] over all ranks; 0 for a role without values."""
@@ -179,11 +186,12 @@ def in_blocks(values: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Ten
     return found.view_as(padded)[:rows, :columns].to(values.dtype)
 
 
-def end_step(products: Sequence[DelayedProduct], combine: Callable[[Tensor], None]) -> None:
+def end_step(
+    products: Sequence[DelayedProduct], device: torch.device, combine: Callable[[Tensor], None]
+) -> None:
     """End a step. combine: raises each element to the largest one of all ranks with parts of the same tensors."""
     if not products:
         return
-    device = next(iter(products[0].largest.values())).device
     none = torch.zeros((), device=device)
     found = torch.stack([product.largest.get(role, none) for product in products for role in ROLES])
     combine(found)

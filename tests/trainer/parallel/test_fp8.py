@@ -15,6 +15,7 @@ from torch import Tensor
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.model.fields import fields_of, from_fields
 from megaconv.model.layout import Layout
+from megatron_lite.engine import Engine
 from megatron_lite.models.build_plan import make_plan
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.products.fp8 import KINDS, DelayedProduct
@@ -128,6 +129,18 @@ def test_delayed_scales_follow_the_largest_elements_of_the_steps_before() -> Non
         assert product.forward(torch.full((1, 16), 1000.0), torch.eye(16)).max() <= 8.0, (
             "larger ones are clamped"
         )
+
+
+@pytest.mark.parametrize("largest", [0.0, torch.inf, torch.nan])
+@pytest.mark.parametrize("algorithm", ["most_recent", "max"])
+def test_a_step_without_finite_values_leaves_the_scale_to_the_current_ones(
+    algorithm: str, largest: float
+) -> None:
+    """Else the gradients of an expert that had no tokens in the step before would be rounded to 0."""
+    product = DelayedProduct(FP8(recipe="delayed", algorithm=algorithm))
+    product.end_step(torch.full((3,), largest))
+    small = torch.full((16, 16), 1e-6)
+    torch.testing.assert_close(product.of_input(small, torch.eye(16)), small, rtol=1e-5, atol=0)
 
 
 SIZES = {"mlp.ffn": 64, "experts.count": 4, "experts.per_token": 2, "experts.ffn": 32}
@@ -325,6 +338,45 @@ def largest_of_a_step(_rank: int, run: Case) -> list[list[float]]:
     engine.finish()
     engine.grid.close()
     return found
+
+
+def histories_of(engine: Engine) -> list[Tensor]:
+    return [product.state() for chunk in engine.chunks for _, product in delayed_products(chunk)]
+
+
+def test_an_evaluation_leaves_the_histories_of_the_next_step_alone() -> None:
+    run = replace(case(FP8()), model="dense in fp8")
+    found = []
+    for evaluates in (False, True):
+        engine = make_engine(run)
+        step(engine, run, 0)
+        if evaluates:
+            engine.evaluate(own_batches(run, 7, engine))
+        step(engine, run, 1)
+        found.append(torch.stack(histories_of(engine)))
+    assert torch.equal(*found)
+
+
+def test_a_step_without_tokens_for_the_first_expert_of_a_stage_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The expert's matrices are the first in FP8, and have no values in the step."""
+    options = FP8(first_in_bf16=1)
+    sizes = {"layers.mixer": ("attention", "none", "none", "attention")}
+    layers = {**sizes, "layers.mlp": ("none", "experts", "dense", "none")}
+    hybrid = fields_of(MODELS["hybrid"]) | layers | {"mlp.ffn": 64, "experts.ffn": 32}
+    monkeypatch.setitem(
+        MODELS, "in fp8", from_fields("nemotron_h", {**hybrid, "experts.shared_ffn": 32})
+    )
+    run = case(options)
+    engine = make_engine(run)
+    (chunk,) = engine.chunks
+    chunk.decoder.layers[1].mlp.router.expert_bias.data[0] = -10
+    step(engine, run, 0)
+    name, product = next(delayed_products(chunk))
+    assert name.endswith("local_experts.0.linear_fc1")
+    assert not product.state().any()
+    assert len(histories_of(engine)) > 1
 
 
 @pytest.mark.slow
