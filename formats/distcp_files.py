@@ -6,14 +6,14 @@
 Large clusters read a checkpoint faster if it has more files, of about one size.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from functools import partial
 from heapq import heapreplace
 
 from formats import dcp_metadata, torch_zip
 from formats.dcp_metadata import METADATA_NAME, DcpMetadata, Range, StoredChunk, StoredTensor
 from formats.output import FileLayout, Piece, PlainFile, Record
-from formats.pickle_writer import Constant, Placeholder
+from formats.pickle_writer import Constant, Placeholder, dumps
 from formats.tensor import Shape
 from formats.torch_zip import TorchZipLayout
 
@@ -76,7 +76,7 @@ class DistcpFiles:
         self._chunks: dict[str, list[StoredChunk]] = {}
         self._tensors: dict[str, tuple[Shape, str]] = {}
         self._objects: dict[str, Range] = {}
-        self._values: dict[str, TorchZipLayout] = {}
+        self._values: dict[Hashable, TorchZipLayout] = {}
 
     def add_chunk(
         self, key: str, whole: Shape, dtype: str, offset: Shape, shape: Shape
@@ -103,7 +103,8 @@ class DistcpFiles:
 
     def _planned(self, value: object) -> TorchZipLayout:
         """The archive of a value. Most values of an optimizer are equal, and equal values share one plan."""
-        written = repr(value)
+        pickled = dumps(value)
+        written = pickled.content, tuple(pickled.storages.values())
         if written not in self._values:
             self._values[written] = torch_zip.plan(value, "archive")
         return self._values[written]

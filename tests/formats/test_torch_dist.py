@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,9 @@ from formats import dcp_metadata, torch_dist, zarr_arrays
 from formats.dcp_metadata import DcpMetadata, Range, StoredChunk, StoredTensor
 from formats.distcp_files import DistcpFiles
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.output import whole_content
+from formats.pickle_records import NumpyArray
+from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from tests.conftest import FIXTURES
 
@@ -85,6 +89,22 @@ def test_archives_lie_side_by_side_in_the_emptiest_file() -> None:
     one = layouts["__1_0.distcp"].size
     assert layouts["__0_0.distcp"].size == 2 * one
     assert (second.offset - first.offset, second.nbytes) == (one, 4000)
+
+
+def test_objects_that_differ_only_in_an_array_or_a_tensor_are_different(tmp_path: Path) -> None:
+    files = DistcpFiles(1)
+    arrays = [NumpyArray("<u4", (1,), bytes([number, 0, 0, 0])) for number in range(2)]
+    tensors = [Constant((1,), "uint8", bytes([number])) for number in range(2)]
+    for number in range(2):
+        files.add_object(f"array/shard_{number}_2", [arrays[number]])
+        files.add_object(f"tensor/shard_{number}_2", [tensors[number]])
+    for name, layout in files.layouts(nested_keys=False).items():
+        (tmp_path / name).write_bytes(whole_content(layout))
+    opened = torch_dist.open_directory(tmp_path)
+    for number in range(2):
+        assert opened.read_object(f"array/shard_{number}_2") == arrays[number]
+        tensor: Any = opened.read_object(f"tensor/shard_{number}_2")
+        assert read_tensor(tensor).tobytes() == tensors[number].data
 
 
 def test_a_checkpoint_without_tensors_has_no_empty_files() -> None:

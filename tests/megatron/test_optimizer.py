@@ -17,6 +17,7 @@ from formats.pickle_writer import Constant
 from formats.tensor import read_tensor
 from megaconv.errors import CheckpointError, NotExpressible, TensorMismatch, UsageError
 from megaconv.megatron.optimizer.buffers import BufferParameter, fill, gaps
+from megaconv.megatron.optimizer.training_output import written_rng
 from megaconv.model.ir import Key
 from megaconv.model.training import ADAM, MASTER, SGD
 from tests.conftest import FIXTURES
@@ -424,6 +425,12 @@ def test_random_number_generators_go_along_at_the_same_layout_only(tmp_path: Pat
     (file,) = (tmp_path / "other").glob("*/mp_rank_00/model_optim_rng.pt")
     assert "rng_state" not in load(file)
     assert load(file)["args"].no_save_rng is True
+
+
+def test_generators_with_a_value_that_no_file_can_hold_are_left_out() -> None:
+    state = {"random_rng_state": (3, (1, 2), None)}
+    assert written_rng({(0, 0, 0): [state]}) == {(0, 0, 0): [state]}
+    assert written_rng({(0, 0, 0): [state | {"more": b"bytes"}]}) == {}
 
 
 @pytest.mark.parametrize(("asked", "is_said"), [(None, True), (True, False), (False, False)])

@@ -36,7 +36,7 @@ OTHER_SCHEDULER = (
     "--override-opt-param-scheduler and your own settings, which then go on from the samples seen"
 )
 
-_PLAIN = (type(None), bool, int, float, str, bytes, NumpyArray)
+_PLAIN = (type(None), bool, int, float, str, NumpyArray)
 
 
 @dataclass(frozen=True)
