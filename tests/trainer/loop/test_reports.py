@@ -2,12 +2,18 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megaconv.model.fields import changed, from_fields
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.loop import train as loop
 from megatron_lite.loop.log import METRICS, Meter, duration, flops_per_token
+from megatron_lite.loop.schedule import Rates
 from megatron_lite.objectives.scored_model import SCORED
+from megatron_lite.rank.report import StepReport
 from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"
@@ -37,6 +43,22 @@ def test_a_run_evaluates_reports_and_draws(tmp_path: Path) -> None:
         [line["loss"] for line in steps]
     )
     assert "validation loss" in ran.log(0)
+
+
+@pytest.mark.parametrize(("iteration", "kept"), [(3, 2), (4, 0)])
+def test_a_rank_that_prints_nothing_keeps_the_reports_of_one_interval(
+    iteration: int, kept: int
+) -> None:
+    report = StepReport(1.0, 1.0, 1.0, skipped=False, loss_scale=1.0, signals=())
+    logging = SimpleNamespace(log_interval=2)
+    run: Any = SimpleNamespace(
+        place=SimpleNamespace(rank=1),
+        progress=Progress(iteration),
+        settings=SimpleNamespace(logging=logging),
+        interval=[report, report],
+    )
+    loop._log(run, report, Rates(1e-3, 0.0, None), last=False)
+    assert len(run.interval) == kept
 
 
 def test_wandb_that_is_not_installed_is_asked_for_by_name(tmp_path: Path) -> None:
