@@ -11,7 +11,9 @@ from torch import Tensor
 
 from formats.errors import CorruptCheckpoint
 from megaconv.engine.stream import as_lazy
+from megaconv.errors import UsageError
 from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.state import Progress
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.blocks.samples import Special
 from megatron_lite.data.tasks.passages import PassageDataset, read_questions
@@ -19,10 +21,12 @@ from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.retrieval_loss import RetrievalLoss
-from megatron_lite.objectives.passages import Passages
+from megatron_lite.objectives.passages import PassageData, Passages
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.config import Settings
+from megatron_lite.settings.batch_size import BatchSize
+from megatron_lite.settings.config import Settings, Training
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
+from megatron_lite.settings.sizes import Sizes
 from tests.conftest import FIXTURES as CHECKPOINTS
 from tests.trainer.loop.test_manners import refused
 from tests.trainer.parallel.worlds import World
@@ -134,6 +138,22 @@ def test_bad_files_are_refused_with_the_row(tmp_path: Path) -> None:
         path.write_text(json.dumps([good, row]))
         with pytest.raises(CorruptCheckpoint, match=message):
             read_questions(str(path))
+
+
+def test_a_continued_run_keeps_its_batch() -> None:
+    """Epochs are of whole batches: with batches twice as large, two epochs would have ended after the first."""
+    settings = Settings(training=Training(epochs=2))
+    data = PassageData(read_questions(str(TRAIN)) * 4, [])
+    batch = len(data.train) // 4
+
+    def steps(size: int) -> int | None:
+        sizes = Sizes(layout=Layout(), dp=1, batch=BatchSize(size, size), micro_batch=1, seq=LENGTH)
+        done = Progress(iteration=4, consumed_samples=4 * batch)
+        return data.fitted(settings, sizes, done, print)[0].training.train_iters
+
+    assert steps(batch) == 8
+    with pytest.raises(UsageError, match=f"the continued run has batches of {batch}"):
+        steps(2 * batch)
 
 
 def test_the_task_needs_the_command_finetune(tmp_path: Path) -> None:
