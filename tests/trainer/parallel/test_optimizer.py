@@ -8,16 +8,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megaconv.model.fields import changed
+from megaconv.megatron.arguments.param_groups import class_of
+from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
+from megatron_lite.optimizer.muon import MUON
 from megatron_lite.optimizer.precision import LossScaler
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import LossScale, ModelOptions, OptimizerOptions
 from tests.trainer.parallel.small import (
     MODELS,
+    SIZES,
     Case,
     batches,
     make_engine,
@@ -51,6 +54,36 @@ def test_a_step_is_pytorchs_own_on_whole_parameters(kind: str) -> None:
         theirs.step()
         for _, name, tensor in engine.parameters():
             torch.testing.assert_close(tensor, copies[name].detach(), rtol=1e-6, atol=1e-8)
+
+
+def test_norms_of_single_heads_are_not_decayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command R+ has norms of q and k with a row for each head, which are no matrices."""
+    command = {
+        **SIZES, "attention.qk_norm": True, "attention.qk_norm_width": "own", "norm.kind": "LayerNorm", "norm.bias": False,
+        "norm.shared": True, "parallel_residual": True, "tie_embeddings": True,
+    }  # fmt: skip
+    monkeypatch.setitem(MODELS, "command", from_fields("cohere", command))
+    found = []
+    for decay in (0.0, 0.5):
+        engine = make_engine(Case("command"))
+        engine.train_step(own_batches(Case("command"), 0, engine), lr=1e-2, weight_decay=decay)
+        found.append(weights_of(engine))
+    plain, decayed = found
+    unchanged = {name for name in plain if torch.equal(plain[name], decayed[name])}
+    assert unchanged == {name for name in plain if "norm" in name}
+    listed = {info.name: info for infos in engine.infos for info in infos}
+    for name, info in listed.items():
+        assert class_of(name, info.native.shape, decoupled=False).decay == info.decays, name
+        assert "norm" not in name or not MUON.takes(info)
+
+
+def test_muon_leaves_tables_to_adam() -> None:
+    engine = make_engine(Case("gemma4, layer inputs", kind="muon"))
+    infos = {info.name: info for infos in engine.infos for info in infos}
+    tables = {name for name in infos if "word_embeddings" in name}
+    assert len(tables) == 2
+    assert not any(MUON.takes(infos[name]) for name in tables)
+    assert MUON.takes(infos["decoder.layers.0.mlp.linear_fc1.weight"])
 
 
 def test_gradients_are_clipped_by_the_norm_of_all_of_them() -> None:
