@@ -23,7 +23,7 @@ from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.canonical import whole_model
-from megaconv.huggingface.stored_names import unwrapped
+from megaconv.huggingface.stored_names import renamed, unwrapped
 from megaconv.loader import Loader
 from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
@@ -44,6 +44,8 @@ _log = logging.getLogger("megaconv")
 HF_METADATA = ".hf_metadata"
 _TITANS = (META_ROWS, TITAN)
 _TRANSFORMERS = (HF, HF_STACKED)
+_MODEL = "model."
+"""The end of the prefix that a state dict with further entries gives to the names of the model."""
 _OPTIMIZER = re.compile(r"(.*\.)?optim(izers?)?\.")
 _NOT_MODEL = re.compile(
     r"(optim|optimizer|optimizers|lr_scheduler|scheduler|dataloader|train_state)\."
@@ -82,11 +84,10 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
             path,
             sharded_safetensors.require_files(path),
         )
-    plain = {
-        unwrapped(name): tensor for name, tensor in opened.items() if not _NOT_MODEL.match(name)
-    }
+    bare = {name: unwrapped(name) for name in opened if not _NOT_MODEL.match(name)}
+    plain = renamed(opened, bare, str(path))
     earlier = _earlier_names(family)
-    stored = {earlier(name, plain.keys()): each for name, each in plain.items()}
+    stored = renamed(plain, {name: earlier(name, plain.keys()) for name in plain}, str(path))
     naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)
     of_model = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
     found = {name.removeprefix(prefix): tensor for name, tensor in of_model.items()}
@@ -161,13 +162,29 @@ def _spelling(
         complete = re.compile(rf"(^|\.){re.escape(embedding)}$")
         prefixes = [name.removesuffix(embedding) for name in stored if complete.search(name)]
         if prefixes:
-            return naming, min(prefixes, key=len)
+            return naming, _prefix_of_model(path, prefixes)
     embeddings = " or ".join(wanted.values())
     raise TensorMismatch(
         f"{path}: has no {embeddings}, by which a {family.name} is recognised; "
         f"it has {listing(stored)}",
         code="missing-tensor",
     )
+
+
+def _prefix_of_model(path: Path, prefixes: Collection[str]) -> str:
+    """The prefix of the names of the model. A warning names those of other models, such as an average of its weights."""
+    chosen = min(
+        prefixes, key=lambda prefix: (bool(prefix) and not prefix.endswith(_MODEL), len(prefix))
+    )
+    if len(prefixes) > 1:
+        others = [prefix for prefix in prefixes if prefix != chosen]
+        _log.warning(
+            "%s: holds several models: %s is read, %s left out",
+            path,
+            f"{chosen}*",
+            listing([f"{prefix}*" for prefix in others]),
+        )
+    return chosen
 
 
 def _embedding(rows: tuple[Row, ...], naming: Naming) -> str:

@@ -8,6 +8,7 @@ embed_tokens.weight                       the bare model, as of most text embedd
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from formats.tensor import LazyTensor
 from megaconv.errors import TensorMismatch
@@ -16,6 +17,7 @@ from megaconv.model.check import listing
 from megaconv.model.naming import HF
 
 _log = logging.getLogger("megaconv")
+_T = TypeVar("_T", bound=LazyTensor)
 
 _WRAPPERS = re.compile(r"_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 """Parts of names that torch.compile, FSDP and activation recomputation add, at any depth."""
@@ -27,14 +29,12 @@ _VALUE_HEAD = "v_head."
 _HEAD, _BASE = "lm_head.", "model."
 
 
-def renamed(
-    tensors: Mapping[str, LazyTensor], names: Mapping[str, str], where: str
-) -> dict[str, LazyTensor]:
+def renamed(tensors: Mapping[str, _T], names: Mapping[str, str], where: str) -> dict[str, _T]:
     """The tensors that have a new name in `names` (old -> new). where: for messages.
 
     Raises TensorMismatch if two tensors would get the same name: neither is dropped.
     """
-    found: dict[str, LazyTensor] = {}
+    found: dict[str, _T] = {}
     taken: dict[str, str] = {}
     for old, new in names.items():
         if new in found:

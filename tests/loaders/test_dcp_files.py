@@ -64,6 +64,24 @@ def test_a_state_dict_with_transformers_names_is_read_below_any_prefix(
     assert_refused(run("fingerprint", path), 2, "--config")
 
 
+def test_of_several_models_that_of_the_run_is_read_with_a_warning(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = load_file(model / "model.safetensors")
+    state = {f"model.{name}": tensor for name, tensor in weights.items()}
+    state |= {f"ema.{name}": tensor + 1 for name, tensor in weights.items()}
+    found = run("fingerprint", save(state, tmp_path / "dcp"), "--config", model)
+    assert found.out.strip() == megaconv.fingerprint(model).weights
+    assert "holds several models: model.* is read, ema.* left out" in caplog.text
+
+
+def test_two_tensors_of_one_name_without_wrappers_are_refused(model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    state = weights | {f"_orig_mod.{name}": tensor + 1 for name, tensor in weights.items()}
+    path = save(state, tmp_path / "dcp")
+    assert_refused(run("fingerprint", path, "--config", model), 3, "two names of one tensor")
+
+
 def test_torchtitans_names_and_rotary_order_are_read(model: Path, tmp_path: Path) -> None:
     """Its Llama computes with Meta's order of rows, and is called as Meta's files are."""
     megaconv.convert(model, tmp_path / "meta", saver="llama_mistral")
