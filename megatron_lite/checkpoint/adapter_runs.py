@@ -25,6 +25,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
 from megatron_lite.checkpoint.peft import adapter_files, read_adapter, safetensors_bytes
+from megatron_lite.checkpoint.restore import load_state
 from megatron_lite.checkpoint.same_run import STATE, check_same_start
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
@@ -138,7 +139,7 @@ def start_adapters(engine: Engine, start: AdapterStart, seed: int) -> None:
         return
     load_adapters(engine, start.tensors)
     if start.progress.engine is not None:
-        engine.load_state(start.progress.engine)
+        load_state(engine, start.progress.engine, start.dtype)
 
 
 def adapter_snapshot(

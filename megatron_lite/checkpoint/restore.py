@@ -246,10 +246,19 @@ def load(engine: Engine, start: Start) -> None:
     optimizer.weights_from_masters()
     found = start.progress.engine
     if found is not None:
-        fresh = engine.state()
-        scaler = {**fresh["scaler"], **found["scaler"]}
-        engine.load_state({**found, "scaler": scaler})
+        load_state(engine, found, start.config.dtype)
         amax.restore(engine, found.get(amax.AMAX, {}))
+
+
+def load_state(engine: Engine, found: Mapping[str, Any], dtype: str | None) -> None:
+    """Restore the state of a run's engine. dtype: of that run; None if its checkpoint does not record one.
+
+    Runs in other dtypes than float16 record a loss scale of 1. A run that goes on in float16 begins with its own.
+    """
+    scaler = engine.state()["scaler"]
+    if dtype in ("float16", None):
+        scaler = {**scaler, **found["scaler"]}
+    engine.load_state({**found, "scaler": scaler})
 
 
 def _check_kind(names: Iterable[str], wanted: set[str], start: Start) -> None:

@@ -84,6 +84,8 @@ def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -
     assert re.search(r"layers of \d+, bfloat16;", resumed)
     changed = train(tmp_path, 1, f"{command} --resume --train-iters 6 --fp32").log(0)
     assert "changed since the checkpoint: precision bf16 -> fp32" in changed
+    half = train(tmp_path, 1, f"{command} --resume --train-iters 7 --fp16").log(0)
+    assert "loss scale 4.29497e+09" in half
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ def files(checkpoint: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+def test_a_run_in_bf16_goes_on_in_fp16_with_its_own_loss_scale(tmp_path: Path) -> None:
+    command = f"pretrain {LLAMA} --save ckpt --resume"
+    train(tmp_path, 1, f"{command} --train-iters 2 --exit-interval 1 --bf16")
+    changed = train(tmp_path, 1, f"{command} --train-iters 2 --fp16 --initial-loss-scale 1024")
+    assert "changed since the checkpoint: precision bf16 -> fp16" in changed.log(0)
+    assert "loss scale 1024" in changed.log(0)
+
+
+@pytest.mark.slow
 def test_the_same_run_twice_and_an_asynchronous_one_write_the_same_bytes(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --train-iters 4 --save ckpt --save-interval 2 --tensor-model-parallel-size 2 --use-distributed-optimizer"
     for name, words in (("once", ""), ("twice", ""), ("async", "--async-save")):

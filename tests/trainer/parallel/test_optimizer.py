@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megaconv.megatron.arguments.param_groups import class_of
 from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.restore import load_state
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.optimizer.muon import MUON
@@ -268,6 +269,19 @@ def test_an_overflow_in_fp16_changes_nothing_but_the_scale() -> None:
     assert report.grad_norm == pytest.approx(exact.grad_norm, rel=2e-3)
     assert engine.state()["optimizer"] == {"steps": 1}
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 2.0**32), ("float16", 4.0), (None, 4.0)])
+def test_a_run_in_another_dtype_goes_on_in_fp16_with_a_scale_of_its_own(
+    dtype: str | None, scale: float
+) -> None:
+    """Such a run records a scale of 1, with which small gradients would be 0."""
+    engine = make_engine(Case("gpt2", options=(("dtype", "float16"),)))
+    found = engine.state()
+    recorded = {"scale": 4.0, "good_steps": 7, "overflows_left": 1}
+    load_state(engine, {**found, "step": 3, "scaler": recorded}, dtype)
+    assert engine.scaler.scale == scale
+    assert engine.step == 3
 
 
 def test_the_scale_of_fp16_changes_no_gradient() -> None:
