@@ -21,7 +21,7 @@ from megatron_lite.inference.live_search import open_live_search
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, start_of
 from megatron_lite.inference.questions import Question, Questions, check_questions, questions_of
-from megatron_lite.inference.requests import Request
+from megatron_lite.inference.requests import Request, TooLong, check
 from megatron_lite.inference.retrieved import neighbors_of, read_retrieved
 from megatron_lite.inference.retrieving import FindNeighbors, RetrievingModel, same_for_all
 from megatron_lite.inference.sampling import Likelihood, Sampling
@@ -50,6 +50,9 @@ def main(given: argparse.Namespace) -> None:
     has_file = given.prompts_file is not None
     has_log_probs = given.log_probs is not None
     check_questions(given)
+    _check_output(given.output)
+    if given.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {given.max_new_tokens} must be 1 or more")
     for flag, source in {
         "--prompts-file": given.prompts_file,
         "--retro-neighbors": given.retro_neighbors,
@@ -71,6 +74,13 @@ def main(given: argparse.Namespace) -> None:
     run(given, lambda opened: _use(opened, given))
 
 
+def _check_output(output: str | None) -> None:
+    """Raise UsageError for a pipe or a device, which can't be replaced or continued."""
+    path = Path(output or "-")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"--output {path}: is not a file; --output - writes to standard output")
+
+
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Generate the answers. Raises NotFinite at the end if an answer had NaN or infinite logits."""
     if given.retro_neighbors is not None:
@@ -86,6 +96,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
     questions = questions_of(given)
     if not questions:
         raise UsageError(f"{given.prompts_file}: holds no prompts")
+    _check_all(opened, given, questions)
     if given.output and given.output != "-":
         failed = _write(opened, given, questions)
     elif given.output or given.beams:
@@ -140,7 +151,7 @@ def _write(opened: Opened, given: argparse.Namespace, questions: Questions) -> b
     """Write the answers to the output file, and return whether one of them is an error."""
     failed = False
 
-    def check(number: int, line: Mapping[str, Any]) -> None:
+    def check_line(number: int, line: Mapping[str, Any]) -> None:
         nonlocal failed
         failed |= "error" in line
         for question in questions.part(number, number + 1):
@@ -153,11 +164,29 @@ def _write(opened: Opened, given: argparse.Namespace, questions: Questions) -> b
     block = BLOCK_TURNS * opened.model.slots
     path = Path(given.output)
     with ResumableLines(path, resume=given.resume, overwrite=True, block=block) as lines:
-        lines.start(len(questions), check)
+        lines.start(len(questions), check_line)
         for line in all_answers(opened, given, questions, lines.first):
             failed |= "error" in line
             lines.write(line)
     return failed
+
+
+def _check_all(opened: Opened, given: argparse.Namespace, questions: Questions) -> None:
+    """Raise UsageError for a prompt that can't be answered, before an answer is written or a file replaced.
+
+    A prompt with images is checked when its turn comes, because images take long to read.
+    """
+    for question in questions.part(0, len(questions), questions.samples):
+        if question.chat is not None and question.chat.has_images:
+            continue
+        number = f"prompt {question.number + 1}: " if len(questions.prompts) > 1 else ""
+        try:
+            check(request_of(opened, given, question), opened.answering.length)
+        except TooLong as error:
+            remedy = "shorten the prompt, lower --max-new-tokens, or raise --max-length"
+            raise UsageError(f"{number}{error}; {remedy}") from error
+        except UsageError as error:
+            raise UsageError(f"{number}{error}") from error
 
 
 def _print_lines(opened: Opened, given: argparse.Namespace, questions: Questions) -> bool:

@@ -59,7 +59,8 @@ def encode_chat(
         template or tokenizer.inner.chat_template
     ):
         raise UsageError(
-            "the tokenizer has no chat template: the model was not made to chat; use `generate`, or /v1/completions of the server"
+            "the tokenizer has no chat template, so it can't format messages; give texts instead: "
+            '{"prompt": ...} in `generate`, --raw in `chat`, /v1/completions in `serve`'
         )
     try:
         offered = [dict(tool) for tool in tools] or None

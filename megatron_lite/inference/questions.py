@@ -52,9 +52,9 @@ class Questions:
     def __len__(self) -> int:
         return len(self.prompts) * self.samples
 
-    def part(self, first: int, last: int) -> Iterator[Question]:
-        """Yield the rows from `first` up to but without `last`."""
-        for row in range(first, min(last, len(self))):
+    def part(self, first: int, last: int, step: int = 1) -> Iterator[Question]:
+        """Yield every `step`-th row from `first` up to but without `last`."""
+        for row in range(first, min(last, len(self)), step):
             prompt = row // self.samples
             seed = mix(self.seed, row) if self.own_seeds else self.seed
             number = row if self.unconditional else prompt
@@ -121,18 +121,30 @@ def _check_retrieved(given: argparse.Namespace) -> None:
 def read_prompts(path: str) -> Iterator[str | ChatPrompt]:
     """Yield the prompts and chats of a file. Raises UsageError with the line."""
     try:
-        lines = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        read = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
-    is_json = path.endswith((".jsonl", ".json"))
+    text = read.removeprefix("\ufeff")  # a file of Windows may begin with a byte order mark
+    is_json = _has_json_lines(path, text)
     # A text in JSON may have other line ends within, such as U+2028.
-    for number, line in enumerate(lines.split("\n") if is_json else lines.splitlines(), 1):
+    for number, line in enumerate(text.split("\n") if is_json else text.splitlines(), 1):
         if not line.strip():
             continue
         if is_json:
             yield _prompt_of(line, Path(path), number)
         else:
             yield line
+
+
+def _has_json_lines(path: str, text: str) -> bool:
+    """Return whether a file has JSON lines: its suffix says so, or the first line of a pipe, which has no suffix."""
+    if path != "-" and Path(path).is_file():
+        return path.endswith((".jsonl", ".json"))
+    first, _, _ = text.lstrip().partition("\n")
+    try:
+        return isinstance(json.loads(first), dict)
+    except ValueError:
+        return False
 
 
 def _prompt_of(line: str, file: Path, number: int) -> str | ChatPrompt:

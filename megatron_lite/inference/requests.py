@@ -35,15 +35,19 @@ class Request:
         return 1 if self.beams is None else self.beams.width
 
 
+class TooLong(UsageError):
+    """A prompt and its answer don't fit into a slot."""
+
+
 def check(request: Request, length: int) -> None:
-    """Raise UsageError for a request that does not fit into a slot of `length` tokens."""
+    """Raise UsageError for an impossible request, and TooLong for one that doesn't fit into a slot of `length` tokens."""
     if not request.prompt:
         raise UsageError("the prompt is empty, and there is no token to begin with")
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}; it must be 1 or more")
     needed = len(request.prompt) + request.max_tokens
     if needed > length:
-        raise UsageError(
+        raise TooLong(
             f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} to generate make {needed}; "
             f"there is room for {length}"
         )

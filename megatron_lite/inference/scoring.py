@@ -26,17 +26,18 @@ def main(given: argparse.Namespace) -> None:
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Score the rows. Raises NotFinite at the end if a row had NaN or infinite logits."""
-    failed, is_empty = False, True
+    failed = False
+    lines = _lines(given.input)
+    # Check all rows before the output file is replaced, so that a bad line leaves it as it was.
+    if not sum(1 for _ in _rows(opened, given.input, lines)):
+        raise UsageError(f"{given.input}: holds no rows to score")
     with open_output(given.output) as file:
-        for rows in _groups(_read(opened, given.input)):
-            is_empty = False
+        for rows in _groups(_rows(opened, given.input, lines)):
             scored = opened.model.score([tokens for tokens, _ in rows], given.top)
             for (tokens, first), found in zip(rows, scored, strict=True):
                 line = _line(tokens, first, found, given.top)
                 failed |= "error" in line
                 print(json.dumps(line), file=file, flush=True)
-    if is_empty:
-        raise UsageError(f"{given.input}: holds no rows to score")
     if failed:
         raise NotFinite
 
@@ -71,13 +72,17 @@ def _groups(rows: Iterator[tuple[list[int], int]]) -> Iterator[list[tuple[list[i
         yield group
 
 
-def _read(opened: Opened, path: str) -> Iterator[tuple[list[int], int]]:
-    """Yield (tokens, index of the first token that counts). Raises UsageError with the line."""
+def _lines(path: str) -> list[str]:
+    """Return the lines of the input. Raises UsageError."""
     try:
-        # A text in JSON may have other line ends within, such as U+2028.
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        # A file of Windows may begin with a byte order mark. A text in JSON may have other line ends within, such as U+2028.
+        return Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
+
+
+def _rows(opened: Opened, path: str, lines: list[str]) -> Iterator[tuple[list[int], int]]:
+    """Yield (tokens, index of the first token that counts). Raises UsageError with the line."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

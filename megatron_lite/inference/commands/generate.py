@@ -24,7 +24,7 @@ def parser() -> Parser:
         "--prompts-file",
         type=local_word,
         metavar="FILE",
-        help='JSON lines of {"prompt": ...} or of chats (.jsonl), or one prompt a line; - for standard input',
+        help='JSON lines of {"prompt": ...} or of chats (.jsonl), or one prompt a line; - for standard input of either kind',
     )
     made.add_argument(
         "--retro-neighbors",

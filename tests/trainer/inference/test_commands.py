@@ -109,6 +109,28 @@ def test_generate_writes_answers_in_the_order_of_the_prompts(
         assert len(line["log_probs"]) == len(line["tokens"]) == len(line["top_log_probs"])
 
 
+def test_a_pipe_has_json_lines_if_its_first_line_is_an_object(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {}
+    for text in ('{"prompt": "one"}\n{"prompt": "two"}\n', "one\ntwo\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert run("generate", model[0], "--prompts-file", "-", "--output", "-") == 0
+        found[text] = capfd.readouterr().out
+    assert len(set(found.values())) == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_input(
+    model: tuple[Path, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "windows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "Hello", "completion": " you"}\r\n')
+    assert run("generate", model[0], "--prompts-file", path, "--output", "-") == 0
+    assert json.loads(capfd.readouterr().out)["prompt"] == "Hello"
+    assert run("score", model[0], "--input", path) == 0
+    assert json.loads(capfd.readouterr().out)["tokens"]
+
+
 def test_generate_prints_beams(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
     directory, theirs = model
     assert run("generate", "--load", directory, "Hello", "--max-new-tokens", 6, "--beams", 3) == 0
@@ -351,7 +373,16 @@ def test_ranks_started_together_generate_what_one_does(
     [
         (["generate", "--load", "MODEL"], "--prompts-file"),
         (["generate", "--load", "MODEL", "x", "--top-p", "2"], "top_p 2.0"),
-        (["generate", "--load", "MODEL", "x", "--max-new-tokens", "200"], "room for 96"),
+        (["generate", "--load", "MODEL", "x", "--max-new-tokens", "200"], "room for 96; shorten"),
+        (["generate", "--load", "MODEL", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must"),
+        (["generate", "--load", "MODEL", "x", "--output", "/dev/null"], "/dev/null: is not a file"),
+        (
+            ["generate", "--load", "MODEL", "--prompts-file", "LONG", "--output", "KEPT"],
+            "prompt 2: a prompt of",
+        ),
+        (["generate", "--load", "MODEL", "--prompts-file", "LONG"], "prompt 2: a prompt of"),
+        (["score", "--load", "MODEL", "--input", "BAD", "--output", "KEPT"], "line 2"),
+        (["score", "--load", "MODEL", "--input", "nowhere", "--output", "KEPT"], "nowhere"),
         (["generate", "--load", "nowhere", "x"], "nowhere"),
         (["generate", "--load", "MODEL", "--prompts-file", "missing.txt"], "missing.txt"),
         (["generate"], "MODEL is missing"),
@@ -477,9 +508,13 @@ def test_mistakes_are_refused_in_one_line(
         "HIGH": "high.wiki",
         "LAST": "test.lambada",
         "EMPTY": "empty.jsonl",
+        "LONG": "long.txt",
+        "KEPT": "kept.jsonl",
     }
     places = {"MODEL": str(model[0])} | {word: str(tmp_path / name) for word, name in names.items()}
     (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "long.txt").write_text("short\n" + "long " * 90)
+    (tmp_path / "kept.jsonl").write_text("of an earlier run\n")
     before = {file: file.read_bytes() for file in tmp_path.iterdir()}
     code = run(*(places.get(word, word) for word in words))
     out, err = capfd.readouterr()
