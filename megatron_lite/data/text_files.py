@@ -16,6 +16,8 @@ STDIN = "-"
 CHUNK_BYTES = 1 << 20
 BATCH_RECORDS = 512
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Of UTF-8: Windows puts it at the beginning of text files. It is no text."""
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 
 
@@ -72,6 +74,14 @@ def _opened(name: str) -> Iterator[BinaryIO]:
 
 
 def _chunks(name: str, file: BinaryIO, start: bytes) -> Iterator[bytes]:
+    """Yield the uncompressed content without a byte order mark."""
+    is_first = True
+    for chunk in _with_mark(name, file, start):
+        yield chunk.removeprefix(BYTE_ORDER_MARK) if is_first else chunk
+        is_first = is_first and not chunk
+
+
+def _with_mark(name: str, file: BinaryIO, start: bytes) -> Iterator[bytes]:
     try:
         if start.startswith(GZIP):
             yield from _pieces(gzip.GzipFile(fileobj=file))

@@ -228,6 +228,15 @@ def test_records_stay_records_though_their_file_is_called_text(tmp_path: Path) -
     assert sequences(tmp_path / "out") == [[1, 2], [3], [4], [5]]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "a.txt").write_bytes(mark + b"1 2")
+    (tmp_path / "b.txt").write_bytes(mark + b'{"text": "3"}\r\n{"text": "4"}\r\n')
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(mark + b"5"))
+    assert run("--input", tmp_path, "--output-prefix", tmp_path / "out", *NUMBERS) == 0
+    assert sequences(tmp_path / "out") == [[1, 2], [3], [4], [5]]
+
+
 def test_standard_input(text: Path, tmp_path: Path, gpt2: list[str]) -> None:
     command = [
         sys.executable,
