@@ -12,12 +12,12 @@ from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_lite.inference.gallery import TEXT_ALONE, Encode, Gallery, Images, NoImages
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.shown_images import ShownImages, Traits
-from megatron_lite.objectives.image_chats import (
+from megatron_lite.objectives.image_encoder import ImageEncoder
+from megatron_lite.objectives.image_feeder import (
     axes_tensor,
     multimodal_directory,
     require_same_width,
 )
-from megatron_lite.objectives.image_encoder import ImageEncoder
 from megatron_lite.settings.contradictions import flag_name
 
 

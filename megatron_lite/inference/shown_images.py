@@ -53,7 +53,7 @@ class Traits(NamedTuple):
     """The properties of a model that decide on its input of images."""
 
     axes_of_pairs: Tensor | None
-    """See objectives.image_chats.ImageFeeder."""
+    """See objectives.image_feeder.ImageFeeder."""
     stand_in: int
     """The token for which layers with embeddings of their own take the parts of images."""
     joint: Joint

@@ -7,7 +7,7 @@ from megatron_lite.data.tokenizer import has_chat_template
 from megatron_lite.loop import curve
 from megatron_lite.loop.answers import Question, answer, question
 from megatron_lite.loop.run import Run
-from megatron_lite.objectives.image_chats import multimodal_model
+from megatron_lite.objectives.image_feeder import multimodal_model
 
 
 @dataclass

@@ -39,6 +39,7 @@ from megatron_lite.loop.tokenizer import make_tokenizer
 from megatron_lite.models.trainable import check_computed
 from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.objectives.defaults import with_defaults
+from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.retro_project import with_project
 from megatron_lite.objectives.training_data import Setup, TrainingData
@@ -101,8 +102,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     datasets = all_or_none(lambda: _datasets(basis, data, setup))
     sinks = all_or_none(lambda: _sinks(settings, place))
     engine = _engine(basis, setup, options)
-    datasets = _load(basis, engine, datasets, setup)
     feeder = basis.objective.feeder(engine, basis.start, data, setup)
+    datasets = _load(basis, engine, datasets, feeder, setup)
     saver = _saver(basis, setup)
     identity = all_or_none(lambda: data.identity(setup))
     run = Run(
@@ -210,14 +211,14 @@ def _engine(basis: Basis, setup: Setup, options: ModelOptions) -> Engine:
 
 
 def _load(
-    basis: Basis, engine: Engine, datasets: list[Dataset | None], setup: Setup
+    basis: Basis, engine: Engine, datasets: list[Dataset | None], feeder: Feeder, setup: Setup
 ) -> list[Dataset | None]:
     """Load or initialize the weights, and return the datasets."""
     std, seed = setup.settings.model.init_method_std, setup.settings.training.seed
     if basis.start is None:
         init_weights(engine, std, seed)
     else:
-        datasets = basis.objective.load(engine, basis.start, datasets, setup)
+        datasets = basis.objective.load(engine, basis.start, datasets, feeder, setup)
     if basis.adapters is not None:
         start_adapters(engine, basis.adapters, seed)
     return datasets

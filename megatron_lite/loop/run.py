@@ -7,7 +7,7 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import GlobalBatches
-from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, ImageDataset
+from megatron_lite.data.finetuning.image_dataset import read_at_once
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.stored import FETCHED_AT_ONCE, reads_store
 from megatron_lite.data.tokenizer import Tokenizer
@@ -96,4 +96,4 @@ def threads_for(dataset: Dataset, data: Data) -> int:
     """Return the number of samples that a rank reads at the same time."""
     if reads_store(data):
         return FETCHED_AT_ONCE
-    return READ_AT_ONCE if isinstance(dataset, ImageDataset) else 1
+    return read_at_once(dataset)

@@ -324,9 +324,11 @@ class Passes:
         self, tokens: Tensor, positions: Tensor | None = None, pairs: Tensor | None = None
     ) -> "Places":
         """pairs: see Microbatch.pair_positions."""
+        length = tokens.shape[1]
+        if positions is None and pairs is not None:
+            positions = torch.arange(length, device=self._device).unsqueeze(0)
         if positions is not None:
             return self._at(positions.t(), None if pairs is None else pairs.transpose(0, 1))
-        length = tokens.shape[1]
         if length not in self._whole:
             with torch.inference_mode(False):  # a training pass may use these tensors later
                 self._whole[length] = self._at(

@@ -10,9 +10,10 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.finetuning.chat import read_template
-from megatron_lite.data.finetuning.dataset import FinetuneDataset, PairDataset
+from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.image_dataset import ImageDataset
+from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.finetuning.pieces import PairPieces, Pieces, pairs_for, pieces_for
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.finetuning.splits import SMALLER_IMAGES, samples_of, split_datasets
@@ -182,7 +183,7 @@ def _images(images: Images) -> str:
     """Return a text such as `4 images of 9 to 35 tokens`."""
     least, most = images.tokens.min(), images.tokens.max()
     sizes = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{counted(len(images.placed), 'image')} of {sizes} tokens"
+    return f"{counted(len(np.unique(images.numbers)), 'image')} of {sizes} tokens"
 
 
 def _margins(margins: NDArray[np.float64]) -> str:

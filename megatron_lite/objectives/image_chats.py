@@ -1,30 +1,12 @@
 """Chats with images: the language model of a multimodal model learns answers, and its encoder reads the images."""
 
-from dataclasses import dataclass, replace
-from pathlib import Path
-
-import torch
-from torch import Tensor
-
-from megaconv.errors import UsageError
-from megaconv.families import has_text_only
-from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
-from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import check_sources
-from megatron_lite.data.finetuning.image_dataset import NO_IMAGE
-from megatron_lite.data.images.kinds import Joint
-from megatron_lite.data.images.positions import axes_of_pairs
-from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
-from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.moving import moved
-from megatron_lite.models.pictures import Pictures, joint_of
-from megatron_lite.models.trainable import rotated_width
-from megatron_lite.objectives.examples import ExampleData, read_examples_of
+from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_encoder import ImageEncoder, deepest
+from megatron_lite.objectives.image_feeder import image_reader, multimodal_model, with_encoder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.settings.config import Settings
@@ -40,124 +22,10 @@ class ImageChats(Objective):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
-        directory = multimodal_model(settings)
-        assert directory is not None
-        return read_examples_of(settings, tokenizer, pairs=False, images=ImageReader(directory))
+        return read_examples_of(settings, tokenizer, pairs=False, images=image_reader(settings))
 
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
     ) -> Feeder:
         """Return the object that makes microbatches, with the encoder on each rank that computes the first layers."""
-        assert isinstance(data, ExampleData)
-        plain = super().feeder(engine, start, data, setup)
-        reader = _reader(data)
-        if reader is None:
-            return plain
-        require_same_width(reader, setup.config)
-        encoder = None
-        if _reads_images(engine, deepest(reader.config)):
-            encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
-            blank, tokens = reader.trial()
-            encoder.require_fitting(blank, tokens)
-            setup.say(
-                f"the encoder of {reader.directory} reads the images: {encoder.parameters:,} parameters on this rank, not trained"
-            )
-        reader.keeps_ready = encoder is not None
-        axes = axes_tensor(reader, setup.config)
-        return ImageFeeder(
-            **vars(plain),
-            reader=reader,
-            encoder=encoder,
-            axes_of_pairs=None if axes is None else axes.to(engine.grid.device),
-        )
-
-
-@dataclass(frozen=True)
-class ImageFeeder(Feeder):
-    """Makes microbatches with the images' features."""
-
-    reader: ImageReader
-    encoder: ImageEncoder | None
-    """None on a rank whose layers need no images."""
-    axes_of_pairs: Tensor | None
-    """int64 [rotated / 2]: the axis (0 to 2) by which each pair of elements rotates; None: a token has one position."""
-
-    def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
-        """Return a microbatch with its images and with the positions of their tokens."""
-        pairs = None
-        if self.axes_of_pairs is not None:
-            pairs = moved(arrays["axes"], self.device)[..., self.axes_of_pairs]
-        made = replace(made, pair_positions=pairs)
-        if not (arrays["images"] != NO_IMAGE).any():
-            return made
-        kind = self.reader.require_kind()
-        places = made.tokens == self.reader.token
-        joint, stand_in = kind.joint(self.reader.config), kind.stand_in(self.reader.config)
-        return replace(
-            made,
-            tokens=made.tokens if stand_in is None else made.tokens.masked_fill(places, stand_in),
-            pictures=self._pictures(places, arrays["images"]),
-            joint=None if joint is Joint.NOWHERE else joint_of(places),
-            joint_in_windows=joint is Joint.IN_WINDOWS,
-        )
-
-    def _pictures(self, places: Tensor, images: Tensor) -> Pictures | None:
-        if self.encoder is None:
-            return None
-        numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
-        tokens = sum(self.reader.tokens(number) for number in numbers)
-        features = self.encoder.encode([self.reader.inputs(number) for number in numbers], tokens)
-        return Pictures(places, *features)
-
-
-def multimodal_model(settings: Settings) -> Path | None:
-    """Return the model that may read images: --image-encoder, or --load if it is multimodal. Raises UsageError."""
-    return multimodal_directory(settings.data.image_encoder, settings.checkpointing.load)
-
-
-def multimodal_directory(asked: str | None, load: str | None) -> Path | None:
-    """See multimodal_model. asked: --image-encoder."""
-    if asked is not None:
-        if not has_text_only(Path(asked)):
-            raise UsageError(
-                f"--image-encoder {asked}: is no multimodal model; expected a directory with its config.json and weights"
-            )
-        return Path(asked)
-    return Path(load) if load is not None and has_text_only(Path(load)) else None
-
-
-def _reader(data: ExampleData) -> ImageReader | None:
-    """Return the reader of the data's images; None if there are none."""
-    for examples in (data.train, data.valid):
-        if examples is not None and examples.images is not None and examples.images.placed:
-            return examples.images.reader
-    return None
-
-
-def require_same_width(reader: ImageReader, config: ModelConfig) -> None:
-    """Raise UsageError if the encoder's vectors don't fit the trained model."""
-    width = reader.width
-    if width is not None and width != config.hidden:
-        raise UsageError(
-            f"--image-encoder {reader.directory}: its language model has a hidden size of {width}, and the trained model one of "
-            f"{config.hidden}; name the model that --load came from"
-        )
-
-
-def _reads_images(engine: Engine, layers: int) -> bool:
-    """Return whether a rank has an embedding, or one of the first layers, to whose output the encoder adds.
-
-    layers: number of these first layers.
-    """
-    predicts = engine.config.mtp_layers > 0
-    return any(
-        chunk.is_first or (chunk.is_last and predicts) or chunk.first_layer < layers
-        for chunk in engine.grid.chunks()
-    )
-
-
-def axes_tensor(reader: ImageReader, config: ModelConfig) -> Tensor | None:
-    """Return ImageFeeder.axes_of_pairs."""
-    if reader.axes is None:
-        return None
-    return torch.from_numpy(axes_of_pairs(reader.axes, reader.config, rotated_width(config) // 2))
+        return with_encoder(super().feeder(engine, start, data, setup), engine, data, setup)

@@ -98,8 +98,23 @@ class Objective:
         """Return the loss."""
         return OWN_LOSS
 
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        """Return the object that makes microbatches of batches. Collective. Raises CheckpointError.
+
+        The engine's weights are loaded later.
+        """
+        grid = engine.grid
+        return Feeder(self.microbatch, setup.settings, grid.device, grid.dp, grid.dp_rank)
+
     def load(
-        self, engine: Engine, start: Start, datasets: Sequence[Dataset | None], setup: Setup
+        self,
+        engine: Engine,
+        start: Start,
+        datasets: Sequence[Dataset | None],
+        feeder: Feeder,
+        setup: Setup,
     ) -> list[Dataset | None]:
         """Load the weights, and return the datasets for training, evaluation and test. Collective.
 
@@ -107,13 +122,6 @@ class Objective:
         """
         load(engine, start)
         return list(datasets)
-
-    def feeder(
-        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
-    ) -> Feeder:
-        """Return the object that makes microbatches of batches. Collective. Raises CheckpointError."""
-        grid = engine.grid
-        return Feeder(self.microbatch, setup.settings, grid.device, grid.dp, grid.dp_rank)
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
         """Convert samples' arrays [micro_batch_size, ...] to a microbatch."""

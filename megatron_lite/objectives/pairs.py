@@ -13,6 +13,8 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.examples import read_examples_of
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pair_loss import FIGURES, REFERENCE, PairLoss, Preference
 from megatron_lite.objectives.reference import with_reference
@@ -36,7 +38,7 @@ class Pairs(Objective):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
-        return read_examples_of(settings, tokenizer, pairs=True)
+        return read_examples_of(settings, tokenizer, pairs=True, images=image_reader(settings))
 
     def options(self, options: ModelOptions, say: Say) -> ModelOptions:
         """Return the options without the model's dropout, because its log-probabilities are compared with the reference's.
@@ -49,11 +51,22 @@ class Pairs(Objective):
         dpo = settings.dpo
         return PairLoss(Preference(dpo.dpo_beta, dpo.dpo_loss, dpo.dpo_label_smoothing))
 
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        """See Objective.feeder. Questions may have images."""
+        return with_encoder(super().feeder(engine, start, data, setup), engine, data, setup)
+
     def load(
-        self, engine: Engine, start: Start, datasets: Sequence[Dataset | None], setup: Setup
+        self,
+        engine: Engine,
+        start: Start,
+        datasets: Sequence[Dataset | None],
+        feeder: Feeder,
+        setup: Setup,
     ) -> list[Dataset | None]:
         """See Objective.load. The reference's log-probabilities of the answers become part of the datasets."""
-        return with_reference(engine, start, datasets, setup, self.microbatch)
+        return with_reference(engine, start, datasets, feeder, setup)
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
         """Return the pairs as consecutive rows. Padding is at the end, where causal attention does not reach it."""

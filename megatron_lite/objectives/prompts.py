@@ -15,8 +15,8 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.encoding import BadRecord, read_fields
-from megatron_lite.data.finetuning.dataset import shuffled_epochs
 from megatron_lite.data.finetuning.forms import Message, listed, read_turns
+from megatron_lite.data.finetuning.packing import shuffled_epochs
 from megatron_lite.data.finetuning.record_images import has_place, lists_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.index_cache import cache_key

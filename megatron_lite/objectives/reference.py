@@ -1,8 +1,9 @@
 """The reference model of pairs: its log-probabilities, measured once before training with the same engine."""
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch.distributed as dist
@@ -11,11 +12,12 @@ from numpy.typing import NDArray
 from formats.wording import counted
 from megatron_lite.checkpoint.restore import Start, find_reference, load
 from megatron_lite.data.batches import GlobalBatches, prefetch
-from megatron_lite.data.finetuning.dataset import PairDataset
+from megatron_lite.data.finetuning.image_dataset import read_at_once
+from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.samples import Dataset
 from megatron_lite.engine import Engine
 from megatron_lite.objectives import reference_cache
-from megatron_lite.objectives.feeder import Convert, Feeder
+from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none
@@ -28,7 +30,7 @@ Values = NDArray[np.float64]
 
 
 def with_reference(
-    engine: Engine, start: Start, datasets: Sequence[Dataset | None], setup: Setup, convert: Convert
+    engine: Engine, start: Start, datasets: Sequence[Dataset | None], feeder: Feeder, setup: Setup
 ) -> list[Dataset | None]:
     """Return the same pairs with the reference's log-probabilities of their answers. Collective.
 
@@ -38,14 +40,14 @@ def with_reference(
     reference = reference_of(start, setup)
     named = dict(zip(NAMES, datasets, strict=True))
     pairs = {name: dataset for name, dataset in named.items() if isinstance(dataset, PairDataset)}
-    cache = _Cache.of(engine, setup, used=bool(pairs))
+    cache = _Cache.of(engine, setup, list(pairs.values()))
     known = {name: cache.read(name, dataset) for name, dataset in pairs.items()}
     unknown = [name for name, values in known.items() if values is None]
     if unknown:
         load(engine, reference)
     for name in unknown:
-        known[name] = values = _measured(engine, pairs[name], setup, convert)
-        cache.write(name, pairs[name], values)
+        known[name] = values = _measured(engine, pairs[name], feeder, setup)
+        cache.write(name, values)
     if start is not reference or not unknown:
         load(engine, start)
     for name, dataset in pairs.items():
@@ -69,28 +71,34 @@ class _Cache:
     engine: Engine
     setup: Setup
     weights: str = ""
+    encoder: str | None = None
+    """See reference_cache.made_of."""
+    inputs: dict[str, reference_cache.MadeOf] = field(default_factory=dict)
+    """The fingerprints of the inputs of each dataset's values. Only rank 0 has them."""
 
     @classmethod
-    def of(cls, engine: Engine, setup: Setup, *, used: bool) -> "_Cache":
+    def of(cls, engine: Engine, setup: Setup, pairs: Sequence[PairDataset]) -> "_Cache":
         """Open the cache. It reads all weights of the reference for their fingerprint. Collective. Raises CheckpointError."""
         settings = setup.settings
         directory, place = settings.dpo.dpo_reference_cache, settings.checkpointing.load
         assert place is not None
-        if directory is None or not used:
+        if directory is None or not pairs:
             return cls(None, engine, setup)
-        weights = all_or_none(
-            lambda: reference_cache.weights_of(place) if launch.rank() == 0 else ""
-        )
-        return cls(directory, engine, setup, weights)
+        if launch.rank() != 0:
+            all_or_none(lambda: None)
+            return cls(directory, engine, setup)
+        weights, encoder = all_or_none(lambda: _fingerprints(place, pairs))
+        return cls(directory, engine, setup, weights, encoder)
 
     def read(self, which: str, dataset: PairDataset) -> Values | None:
-        """Return the values of a dataset, or None. Collective."""
+        """Return the values of a dataset, or None. Collective. Raises CheckpointError for an image that can't be read."""
         if self.directory is None:
             return None
         answer: list[tuple[Values | None, str | None]] = [(None, None)]
         path, drawn = reference_cache.path_of(self.directory, which), np.unique(dataset.order)
+        all_or_none(lambda: self._note(which, dataset) if launch.rank() == 0 else None)
         if launch.rank() == 0:
-            answer = [reference_cache.read(path, self._made_of(dataset), drawn)]
+            answer = [reference_cache.read(path, self.inputs[which], drawn)]
         if dist.is_initialized():
             dist.broadcast_object_list(answer, 0)
         values, why = answer[0]
@@ -101,23 +109,40 @@ class _Cache:
             self.setup.say(f"{path}: {why}; the reference's log-probabilities are computed anew")
         return values
 
-    def write(self, which: str, dataset: PairDataset, values: Values) -> None:
+    def write(self, which: str, values: Values) -> None:
         """Write the values of a dataset. Collective. Raises CheckpointError."""
         if self.directory is not None:
             path = reference_cache.path_of(self.directory, which)
-            made_of = self._made_of(dataset) if launch.rank() == 0 else {}
+            made_of = self.inputs.get(which, {})
             all_or_none(
                 lambda: reference_cache.write(path, made_of, values) if launch.rank() == 0 else None
             )
 
-    def _made_of(self, dataset: PairDataset) -> reference_cache.MadeOf:
+    def _note(self, which: str, dataset: PairDataset) -> None:
         engine = self.engine
-        return reference_cache.made_of(
-            self.weights, dataset, self.setup.sizes, engine.options, engine.grid.device
+        self.inputs[which] = reference_cache.made_of(
+            self.weights,
+            self.encoder,
+            dataset,
+            self.setup.sizes,
+            engine.options,
+            engine.grid.device,
         )
 
 
-def _measured(engine: Engine, dataset: PairDataset, setup: Setup, convert: Convert) -> Values:
+def _fingerprints(place: str, pairs: Sequence[PairDataset]) -> tuple[str, str | None]:
+    """Return the fingerprints of the reference's weights and, if there are images, of their encoder."""
+    weights = reference_cache.weights_of(place)
+    images = [dataset.images for dataset in pairs if dataset.images is not None]
+    if not any(each.placed for each in images):
+        return weights, None
+    directory = images[0].reader.directory
+    same = os.path.realpath(directory) == os.path.realpath(place)
+    of_model = weights if same else reference_cache.weights_of(str(directory))
+    return weights, reference_cache.encoder_of(directory, of_model)
+
+
+def _measured(engine: Engine, dataset: PairDataset, feeder: Feeder, setup: Setup) -> Values:
     """Return the log-probabilities of the pairs that are drawn.
 
     It computes step by step, with as many pairs as a training step.
@@ -130,9 +155,14 @@ def _measured(engine: Engine, dataset: PairDataset, setup: Setup, convert: Conve
     order = np.resize(drawn, steps * size)
     filled = replace(dataset, order=order)
     grid = engine.grid
-    feeder = Feeder(convert, setup.settings, grid.device, grid.dp, grid.dp_rank)
-    vocab = setup.tokenizer.vocab_size
-    batches = GlobalBatches(filled, setup.sizes.micro_batch, grid.dp_rank, grid.dp, vocab)
+    batches = GlobalBatches(
+        filled,
+        setup.sizes.micro_batch,
+        grid.dp_rank,
+        grid.dp,
+        setup.tokenizer.vocab_size,
+        threads=read_at_once(filled),
+    )
     found = np.full((len(dataset.pieces), 2), np.nan)
     starts = [(step * size, size) for step in range(steps)]
     for consumed, batch in prefetch(batches, starts):

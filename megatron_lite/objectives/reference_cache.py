@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 import megaconv
 from formats.errors import CheckpointError
 from formats.file_limit import is_limit, limit_reached
-from megatron_lite.data.finetuning.dataset import PairDataset
+from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes
@@ -31,10 +32,22 @@ def weights_of(place: str) -> str:
     return megaconv.fingerprint(place, optimizer=False).weights
 
 
+def encoder_of(directory: Path, weights: str) -> str:
+    """Return the fingerprint of an encoder of images, with its image processor. weights: of its model, as `weights_of`."""
+    settings = {path.name: path.read_text() for path in sorted(directory.glob("*config.json"))}
+    libraries = [version(name) for name in ("transformers", "pillow")]
+    return cache_key(weights=weights, settings=settings, libraries=libraries)
+
+
 def made_of(
-    weights: str, dataset: PairDataset, sizes: Sizes, options: ModelOptions, device: torch.device
+    weights: str,
+    encoder: str | None,
+    dataset: PairDataset,
+    sizes: Sizes,
+    options: ModelOptions,
+    device: torch.device,
 ) -> MadeOf:
-    """Return the fingerprints of all inputs.
+    """Return the fingerprints of all inputs. encoder: of the encoder of images; None if no data has images.
 
     Layout and batch are among them: another order of sums changes the last bits, and losses have to be equal bit by
     bit.
@@ -55,7 +68,10 @@ def made_of(
         device.type,
         torch.__version__,
     )
-    return {
+    images = {}
+    if encoder is not None and dataset.images is not None and dataset.images.placed:
+        images["images or their encoder"] = cache_key(images=dataset.images.identity(), by=encoder)
+    return images | {
         "weights of --load": weights,
         "data, tokenizer or chat template": cache_key(**data),
         "layout, batch, precision or version of torch": cache_key(

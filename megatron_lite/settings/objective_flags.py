@@ -240,7 +240,6 @@ def _of_package(settings: Settings) -> Judged:
 def _images(settings: Settings) -> Judged:
     """Checks of training on images."""
     others = (
-        ("--dpo", settings.dpo.dpo),
         ("--reward-modeling", settings.rewards.reward_modeling),
         ("--grpo", settings.grpo.grpo),
         ("--task", settings.tasks.task is not None),
@@ -248,5 +247,5 @@ def _images(settings: Settings) -> Judged:
     for flag, asked in others:
         yield (
             asked and settings.data.image_encoder is not None,
-            f"--image-encoder is for the images of chats, and {flag} learns from something else; leave one of them out",
+            f"--image-encoder is for the images of chats and of pairs, and {flag} learns from something else; leave one of them out",
         )

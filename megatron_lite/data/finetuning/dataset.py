@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.finetuning.packing import epochs
-from megatron_lite.data.finetuning.pieces import PairPieces, Pieces
+from megatron_lite.data.finetuning.pieces import Pieces
 from megatron_lite.data.samples import Sample
 
 
@@ -90,77 +89,3 @@ class FinetuneDataset:
             end = place.stop
         position_ids[end:] = np.arange(length - end)
         return Sample(tokens, labels, loss_mask, position_ids, documents)
-
-
-class PairSample(NamedTuple):
-    """The chosen answer in the first row, the rejected one in the second."""
-
-    tokens: NDArray[np.int64]
-    """[2, seq_length]."""
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-    lengths: NDArray[np.int64]
-    """[2]: tokens of each row, with its last label."""
-    reference: NDArray[np.float64]
-    """[2]: log-probabilities under the reference model; empty if they are not known yet."""
-    margin: NDArray[np.float64]
-    """[1]; empty if no pair of the data has a margin."""
-
-
-@dataclass(frozen=True)
-class PairDataset:
-    """`--finetune-data` of pairs of answers: each sample is one pair, with its answers as two rows."""
-
-    pieces: PairPieces
-    order: NDArray[np.int64]
-    """The number of each sample's pair."""
-    epoch_samples: int
-    seq_length: int
-    reference: NDArray[np.float64] | None = None
-    """[pairs, 2]: log-probabilities under the reference model; None if they are not known."""
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> PairSample:
-        number = int(self.order[index])
-        shape = 2, self.seq_length
-        tokens = np.zeros(shape, np.int64)
-        labels = np.zeros(shape, np.int64)
-        loss_mask = np.zeros(shape, np.float32)
-        lengths = np.zeros(2, np.int64)
-        examples = self.pieces.examples
-        for row in (0, 1):
-            answer = 2 * number + row
-            first = int(self.pieces.starts[answer])
-            last = int(self.pieces.ends[answer])
-            count = last - first - 1
-            # Each token but the last one predicts the next. A single token has no label, and gets a score all the same.
-            read = slice(first, first + max(count, 1))
-            predicted = slice(first + 1, last)
-            filled = row, slice(count)
-            lengths[row] = last - first
-            tokens[row, : max(count, 1)] = examples.tokens[read]
-            labels[filled] = examples.tokens[predicted]
-            loss_mask[filled] = examples.learned[predicted]
-        known = np.zeros(0) if self.reference is None else self.reference[number]
-        margins = self.pieces.margins
-        margin = np.zeros(0) if margins is None else margins[number : number + 1]
-        return PairSample(tokens, labels, loss_mask, lengths, known, margin)
-
-
-def pair_dataset(
-    pieces: PairPieces, members: NDArray[np.int64], seq_length: int, samples: int | None, seed: int
-) -> PairDataset:
-    """Return a dataset of pairs, shuffled anew in each epoch. members, samples: see FinetuneDataset."""
-    order = shuffled_epochs(members, samples, seed)
-    return PairDataset(pieces, order, len(members), seq_length)
-
-
-def shuffled_epochs(
-    members: NDArray[np.int64], samples: int | None, seed: int
-) -> NDArray[np.int64]:
-    """Return the members of epoch after epoch, each in another order. samples: number of results; None: one epoch."""
-    random, drawn = np.random.RandomState(seed), len(members) if samples is None else samples
-    orders = [random.permutation(members) for _ in range(-(-drawn // len(members)))]
-    return np.concatenate(orders)[:drawn]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,12 +27,13 @@ from megatron_lite.data.finetuning.image_chat import (
     without_images,
 )
 from megatron_lite.data.finetuning.image_texts import ImageTexts
-from megatron_lite.data.finetuning.pairs import MARGIN, read_margin, read_pair
+from megatron_lite.data.finetuning.pairs import MARGIN, Pair, read_margin, read_pair
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
-from megatron_lite.data.images.files import ImageFile, read_image
+from megatron_lite.data.images.files import read_image
 from megatron_lite.data.images.places import Images, Placed
 from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.images.written import Written
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
 
 
@@ -144,6 +145,14 @@ def _reason(record: Record, error: Exception) -> object:
     return HALF_CHARACTER if has_half_character(fields) else error
 
 
+class _Shown(NamedTuple):
+    """The images of a chat."""
+
+    images: Sequence[tuple[int, Written]]
+    """The number and the text of each."""
+    texts: ImageTexts
+
+
 class _Encoder:
     def __init__(self, tokenizer: Tokenizer, eod: int, options: ReadingOptions) -> None:
         self._tokenizer, self._eod, self._options = tokenizer, eod, options
@@ -159,7 +168,7 @@ class _Encoder:
         Raises BadRecord, and the tokenizer's errors for a text that it refuses.
         """
         if self._options.pairs:
-            return [Illustrated(answer) for answer in self._encode_pair(record)]
+            return self._encode_pair(record, directory)
         if self._options.images is not None:
             return [self._encode_illustrated(record, self._options.images, directory)]
         return [Illustrated(self._encode(record))]
@@ -188,33 +197,33 @@ class _Encoder:
         chat = with_images(reading.example, fields)
         if not chat.images:
             return without_images(self._example(chat), reader.token)
-        files = [read_image(given, directory) for given in chat.images]
-        return self._encode_images(chat, files, reader, record.where)
+        return self._encode_shown(chat, self._shown(chat, record, directory), reader.token)
 
-    def _encode_images(
-        self, chat: Chat, files: Sequence[ImageFile], reader: ImageReader, where: str
-    ) -> Illustrated:
-        """Encode a chat that has images. where: the record, for later messages."""
+    def _shown(self, chat: Chat, record: Record, directory: Path) -> _Shown:
+        """Return the images of a chat, which get numbers."""
+        reader = self._options.images
+        assert reader is not None
         kind = reader.require_kind()
-        template = self._chat_template()
-        words = kind.words_of(reader.config, template.spelled)
-        images = [reader.add(file, words, where) for file in files]
-        texts = ImageTexts(
-            kind.placeholder(words), [image.text for _, image in images], words.image
-        )
-        return with_places(template.encode(chat, texts), images, reader.token)
+        words = kind.words_of(reader.config, self._chat_template().spelled)
+        files = [read_image(given, directory) for given in chat.images]
+        images = [reader.add(file, words, record.where) for file in files]
+        texts = [image.text for _, image in images]
+        return _Shown(images, ImageTexts(kind.placeholder(words), texts, words.image))
 
-    def _encode_pair(self, record: Record) -> list[Encoded]:
+    def _encode_shown(self, chat: Chat, shown: _Shown, token: int) -> Illustrated:
+        """Encode a chat that has images. token: stands for each part of an image."""
+        return with_places(self._chat_template().encode(chat, shown.texts), shown.images, token)
+
+    def _encode_pair(self, record: Record, directory: Path) -> list[Illustrated]:
         """Return the chosen and the rejected answer, or [] if they are equal."""
         if isinstance(record.content, str):
             raise BadRecord("is plain text; pairs are records with a chosen and a rejected answer")
         fields = read_fields(record.content)
-        if lists_images(fields):
-            raise BadRecord("has images; --dpo and --reward-modeling learn from texts alone")
         pair = read_pair(fields)
         margin = read_margin(fields) if self._options.margins else None
-        self.unread.update(pair.unread - ({MARGIN} if self._options.margins else set()))
-        chosen, rejected = self._example(pair.chosen), self._example(pair.rejected)
+        self._note_unread(pair)
+        answers = self._answers(pair, fields, record, directory)
+        chosen, rejected = (answer.text for answer in answers)
         if chosen.ids == rejected.ids:
             self.equal += 1
             return []
@@ -223,13 +232,43 @@ class _Encoder:
             # The common beginning of both texts is the question.
             both = zip_longest(chosen.ids, rejected.ids)
             question = next(place for place, (one, other) in enumerate(both) if one != other)
-            return [_with_question(chosen.ids, question), _with_question(rejected.ids, question)]
+            return [Illustrated(_with_question(each.ids, question)) for each in (chosen, rejected)]
         if _prompt(chosen) != _prompt(rejected):
             raise BadRecord(
                 'the chat template writes different prompts for "chosen" and "rejected", because it rewrites earlier turns; '
                 "leave the thinking of earlier turns out, or give --chat-template FILE with a template that keeps earlier turns"
             )
-        return [chosen, rejected]
+        return answers
+
+    def _note_unread(self, pair: Pair) -> None:
+        """Count the fields of a pair that are not read."""
+        margin = {MARGIN} if self._options.margins else set()
+        images = set(IMAGES) if self._options.images is not None else set()
+        self.unread.update(pair.unread - margin - images)
+
+    def _answers(
+        self, pair: Pair, fields: Mapping[str, Any], record: Record, directory: Path
+    ) -> list[Illustrated]:
+        """Encode both answers with their question. Usually they have the same images, which get one number each."""
+        reader, answers = self._options.images, (pair.chosen, pair.rejected)
+        if reader is None:
+            _refuse_images_of_pairs(pair, fields)
+            return [Illustrated(self._example(answer)) for answer in answers]
+        if isinstance(pair.chosen, Plain) or isinstance(pair.rejected, Plain):
+            _refuse_listed_images(fields)
+            return [without_images(self._example(answer), reader.token) for answer in answers]
+        chosen, rejected = with_images(pair.chosen, fields), with_images(pair.rejected, fields)
+        if not chosen.images and not rejected.images:
+            return [
+                without_images(self._example(chat), reader.token) for chat in (chosen, rejected)
+            ]
+        of_chosen = of_rejected = self._shown(chosen, record, directory)
+        if rejected.images != chosen.images:
+            of_rejected = self._shown(rejected, record, directory)
+        return [
+            self._encode_shown(chosen, of_chosen, reader.token),
+            self._encode_shown(rejected, of_rejected, reader.token),
+        ]
 
     def _example(self, example: Chat | Plain) -> Encoded:
         if isinstance(example, Plain):
@@ -278,6 +317,15 @@ def _refuse_images(example: Chat | Plain, fields: Mapping[str, Any]) -> None:
     if has_images(example) or (lists_images(fields) and has_place(example.messages)):
         raise BadRecord(
             "has an image, and the model of this run reads text alone; --image-encoder DIRECTORY names a multimodal model that reads it"
+        )
+
+
+def _refuse_images_of_pairs(pair: Pair, fields: Mapping[str, Any]) -> None:
+    """Raise BadRecord for a pair with an image."""
+    answers = (pair.chosen, pair.rejected)
+    if lists_images(fields) or any(isinstance(each, Chat) and has_images(each) for each in answers):
+        raise BadRecord(
+            "has images, and this run reads texts alone; --dpo reads images too if --load or --image-encoder names a multimodal model"
         )
 
 

@@ -6,10 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
+from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.images.places import Images
-from megatron_lite.data.samples import Sample
+from megatron_lite.data.samples import Dataset, Sample
 
-NO_IMAGE = -1
 READ_AT_ONCE = 4
 """Number of samples whose images a rank reads at the same time. Decoding and scaling leave Python's lock to other threads."""
 
@@ -46,10 +46,7 @@ class ImageDataset:
 
     def __getitem__(self, index: int) -> ImageSample:
         sample = self._packed[index]
-        images = np.full(self._most, NO_IMAGE, np.int64)
-        for place, number in enumerate(self._numbers(index)):
-            images[place] = number
-            self._images.reader.prepare(number)
+        images = self._images.taken(self._numbers(index), self._most)
         return ImageSample(*sample, images, self._axes(index, sample))
 
     def _numbers(self, index: int) -> list[int]:
@@ -68,3 +65,9 @@ class ImageDataset:
         for part in self._packed.parts(index):
             axes[part.place] = self._images.positions(part.first, part.last - 1)
         return axes
+
+
+def read_at_once(dataset: Dataset) -> int:
+    """Return the number of samples that a rank reads at the same time."""
+    has_images = isinstance(dataset, PairDataset) and dataset.images is not None
+    return READ_AT_ONCE if has_images or isinstance(dataset, ImageDataset) else 1

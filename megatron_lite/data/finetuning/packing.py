@@ -44,3 +44,12 @@ def pack(order: Sequence[int], sizes: NDArray[np.int64], room: int) -> list[list
         packs[chosen].append(number)
         insort(left, (free - size, chosen))
     return packs
+
+
+def shuffled_epochs(
+    members: NDArray[np.int64], samples: int | None, seed: int
+) -> NDArray[np.int64]:
+    """Return the members of epoch after epoch, each in another order. samples: number of results; None: one epoch."""
+    random, drawn = np.random.RandomState(seed), len(members) if samples is None else samples
+    orders = [random.permutation(members) for _ in range(-(-drawn // len(members)))]
+    return np.concatenate(orders)[:drawn]

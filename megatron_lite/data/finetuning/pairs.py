@@ -9,6 +9,8 @@
 | `instruction`; `input`, `system` | texts | LLaMA-Factory |
 | `question`; `system` | texts | Orca |
 | `conversations` or `messages` | one or several messages | LLaMA-Factory |
+
+Messages may have images (record_images.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,9 +93,9 @@ def _as_example(record: Mapping[str, Any], name: str) -> dict[str, Any]:
     if isinstance(answer, str):
         return _with_text(asked, answer)
     if isinstance(answer, list):
-        turns = read_turns(record, name)
+        turns = read_turns(record, name, images=True)
     elif isinstance(answer, Mapping):
-        turns = [read_message(answer, where)]
+        turns = [read_message(answer, where, images=True)]
     else:
         kind = type(answer).__name__
         raise BadRecord(f"{where} should be text or messages, found {kind}")
@@ -125,10 +127,10 @@ def _with_turns(asked: dict[str, Any], turns: list[Message], name: str) -> dict[
             )
         return {**asked, "messages": turns}
     if prompt is not None:
-        before = read_turns({"prompt": prompt}, "prompt")
+        before = read_turns({"prompt": prompt}, "prompt", images=True)
         return {**asked, "messages": [*before, *turns]}
     place = "conversations" if "conversations" in asked else "messages"
-    before = read_turns(asked, place) if place in asked else []
+    before = read_turns(asked, place, images=True) if place in asked else []
     return {**asked, place: [*before, *turns]}
 
 

@@ -71,10 +71,27 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
-    is_cut = np.asarray((kept < ends).any(1))
+    rows = kept < ends
+    kept = _before_images(examples, starts, kept, rows)
+    is_cut = np.asarray(rows.any(1))
     whole = _learn_something(examples, starts, kept)
     whole &= _differ(examples, starts, kept, is_cut)
     return _pair_pieces(examples, starts, kept, whole, is_cut)
+
+
+def _before_images(
+    examples: Examples,
+    starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    rows: NDArray[np.bool_],
+) -> NDArray[np.int64]:
+    """The ends [pairs, 2], in these rows before an image that is not whole."""
+    kept = ends.copy()
+    if examples.images is None:
+        return kept
+    for place in zip(*np.nonzero(rows), strict=True):
+        kept[place] = examples.images.last_whole(int(starts[place]), int(ends[place]))
+    return kept
 
 
 def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> PairPieces:

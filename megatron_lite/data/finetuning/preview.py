@@ -6,8 +6,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from megatron_lite.data.finetuning.dataset import PairSample
 from megatron_lite.data.finetuning.image_dataset import ImageSample
+from megatron_lite.data.finetuning.pair_dataset import PairSample
 from megatron_lite.data.samples import Sample
 from megatron_lite.data.tokenizer import Tokenizer
 

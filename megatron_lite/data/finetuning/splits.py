@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.corpora import parse_split, part_of
-from megatron_lite.data.finetuning.dataset import FinetuneDataset, pair_dataset
+from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.image_dataset import ImageDataset
 from megatron_lite.data.finetuning.packing import epochs
+from megatron_lite.data.finetuning.pair_dataset import pair_dataset
 from megatron_lite.data.finetuning.pieces import PairPieces, Pieces
 from megatron_lite.data.samples import Dataset
 

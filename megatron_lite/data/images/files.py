@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import blake3
+
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.packages import package
 
@@ -48,6 +50,14 @@ class ImageFile:
         with self._read() as image:
             upright = _upright(image) if _orientation(image) else image
             return upright.convert("RGB")
+
+    def hashed(self) -> str:
+        """Return a hash of the file, in hexadecimal digits. Raises BadRecord."""
+        try:
+            content = self.content if isinstance(self.content, bytes) else self.content.read_bytes()
+        except OSError as error:
+            raise BadRecord(f"{self}: can't be read: {error.strerror}") from error
+        return blake3.blake3(content).hexdigest()
 
     @contextmanager
     def _read(self) -> Iterator[Any]:

@@ -10,6 +10,10 @@ from numpy.typing import NDArray
 from megatron_lite.data.images.positions import positions_of
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.images.written import Grid
+from megatron_lite.data.index_cache import cache_key
+
+NO_IMAGE = -1
+"""Fills up the numbers of a sample's images to the most images of a sample."""
 
 
 class Placed(NamedTuple):
@@ -47,10 +51,37 @@ class Images:
         start, stop = np.searchsorted(self.starts, (first, end))
         return self.placed[start:stop]
 
+    def counts(self, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of images in each of these parts of examples. The token at an end is a label alone."""
+        before: NDArray[np.int64] = np.searchsorted(self.starts, firsts)
+        return np.searchsorted(self.starts, ends - 1) - before
+
+    @property
+    def numbers(self) -> NDArray[np.int64]:
+        """[images]: the number of each. The two answers of a pair may have the same image."""
+        return np.array([image.number for image in self.placed], np.int64)
+
     def outside(self, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-        """Return the number of images that are in none of these parts of examples. The token at an end is a label alone."""
-        inside = np.searchsorted(self.starts, ends - 1) - np.searchsorted(self.starts, firsts)
-        return len(self.placed) - int(inside.sum())
+        """Return how many different images are in none of these parts of examples. See `counts`."""
+        covering = np.zeros(len(self.placed) + 1, np.int64)
+        np.add.at(covering, np.searchsorted(self.starts, firsts), 1)
+        np.add.at(covering, np.searchsorted(self.starts, ends - 1), -1)
+        inside = covering[:-1].cumsum() > 0
+        numbers = self.numbers
+        return len(np.unique(numbers)) - len(np.unique(numbers[inside]))
+
+    def identity(self) -> str:
+        """Return a hash of the images and of their places. It reads all images. Raises CorruptCheckpoint."""
+        contents = [self.reader.hashed(number) for number in np.unique(self.numbers).tolist()]
+        return cache_key(starts=self.starts, numbers=self.numbers, contents=contents)
+
+    def taken(self, numbers: Sequence[int], most: int) -> NDArray[np.int64]:
+        """Return the numbers of a sample's images, filled up to `most`, and read these images for the encoder."""
+        found = np.full(most, NO_IMAGE, np.int64)
+        found[: len(numbers)] = numbers
+        for number in numbers:
+            self.reader.prepare(number)
+        return found
 
     def last_whole(self, first: int, end: int) -> int:
         """Return the end of a part of an example that holds no part of an image: `end`, or the start of its last image.

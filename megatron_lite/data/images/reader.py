@@ -111,6 +111,13 @@ class ImageReader:
         """Return the number of tokens of an image for which the encoder gives vectors."""
         return self._grids[number].tokens
 
+    def hashed(self, number: int) -> str:
+        """Return a hash of an image's file. Raises CorruptCheckpoint for an image that can't be read any more."""
+        try:
+            return self._files[number].hashed()
+        except BadRecord as error:
+            raise CorruptCheckpoint(f"{self._places[number]}: {error}") from error
+
     def trial(self) -> tuple[Inputs, int]:
         """Return the encoder's input for a blank image of the size of the smallest image, and the number of its tokens."""
         number = min(range(len(self._sizes)), key=lambda number: math.prod(self._sizes[number]))

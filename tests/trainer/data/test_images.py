@@ -16,12 +16,13 @@ from megatron_lite.data.content_parts import with_parts
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.forms import Chat, read_record
-from megatron_lite.data.finetuning.image_dataset import NO_IMAGE, ImageDataset
+from megatron_lite.data.finetuning.image_dataset import ImageDataset
 from megatron_lite.data.finetuning.pieces import pieces_for
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.splits import split_datasets
 from megatron_lite.data.images.files import ImageFile, read_image
 from megatron_lite.data.images.kinds import KINDS, Axes
+from megatron_lite.data.images.places import NO_IMAGE
 from megatron_lite.data.images.positions import axes_of_pairs, positions_of
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.images.written import Grid, Words

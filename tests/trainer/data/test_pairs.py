@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from formats.errors import CorruptCheckpoint
-from megatron_lite.data.finetuning.dataset import PairDataset
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
+from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.finetuning.pieces import pairs_for
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.finetuning.splits import split_datasets

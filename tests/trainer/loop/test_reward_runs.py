@@ -19,8 +19,8 @@ from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import NotExpressible
 from megaconv.model.fields import changed
 from megatron_lite.checkpoint.restore import open_weights
-from megatron_lite.data.finetuning.dataset import pair_dataset
 from megatron_lite.data.finetuning.examples import Examples
+from megatron_lite.data.finetuning.pair_dataset import pair_dataset
 from megatron_lite.data.finetuning.pieces import scored_pairs_for, without_end
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.objectives.score_head import with_score_head

@@ -1,0 +1,145 @@
+"""Pairs of answers to questions with images: both rows have the same images, and no image is cut."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from formats.errors import CorruptCheckpoint
+from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
+from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, read_at_once
+from megatron_lite.data.finetuning.pair_dataset import PairDataset, pair_dataset
+from megatron_lite.data.finetuning.pieces import pairs_for
+from megatron_lite.data.images.places import NO_IMAGE
+from megatron_lite.data.images.reader import ImageReader
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer
+from tests.trainer.multimodal import create, token, write_chats
+
+pytest.importorskip("PIL.Image", reason="needs pillow")
+
+PAD = token("<|image_pad|>")
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+PAIR = {
+    "prompt": [said("user", "<image>or<image>?")],
+    "chosen": [said("assistant", "the first")],
+    "rejected": [said("assistant", "both")],
+    "images": ["0.png", "1.png"],
+}
+TEXTS = {"prompt": "a?", "chosen": "b", "rejected": "c"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    create("qwen2_5_vl", directory)
+    return directory
+
+
+def read(model: Path, directory: Path, *records: Any) -> Examples:
+    write_chats(directory)
+    path = directory / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    options = ReadingOptions(pairs=True, images=ImageReader(model))
+    return read_examples([str(path)], HuggingFaceTokenizer(str(model)), options)
+
+
+def dataset_of(examples: Examples, length: int) -> PairDataset:
+    pieces = pairs_for(examples, length)
+    return pair_dataset(pieces, np.arange(len(pieces)), length, None, seed=1)
+
+
+def test_both_answers_have_the_same_images_which_are_read_once(model: Path, tmp_path: Path) -> None:
+    examples = read(model, tmp_path, PAIR, TEXTS)
+    assert examples.images is not None
+    assert examples.images.numbers.tolist() == [0, 1, 0, 1]
+    assert not examples.unread
+    dataset = dataset_of(examples, 96)
+    of_number = {int(number): dataset[place] for place, number in enumerate(dataset.order)}
+    assert of_number[0].images.tolist() == [0, 1, 0, 1]
+    assert of_number[1].images.tolist() == [NO_IMAGE] * 4
+    places = of_number[0].tokens == PAD
+    expected = sum(examples.images.reader.tokens(number) for number in (0, 1))
+    assert places.sum(1).tolist() == [expected] * 2
+    # The rows are alike up to the answers.
+    axes = of_number[0].axes
+    assert axes.shape == (2, 96, 3)
+    assert (axes[0][places[0]] == axes[1][places[1]]).all()
+    # Without an image, a position counts the tokens.
+    assert (of_number[1].axes == np.arange(96)[:, None]).all()
+    assert read_at_once(dataset) == READ_AT_ONCE
+
+
+@pytest.mark.parametrize("length", range(4, 90))
+def test_no_part_of_an_image_is_in_a_sample(length: int, model: Path, tmp_path: Path) -> None:
+    """Here the answers follow on questions in which images are."""
+    turns = [said("user", "<image>?"), said("assistant", "yes"), said("user", "<image>?")]
+    long = {
+        "chosen": [turns[0], said("assistant", "yes"), turns[2], turns[1]],
+        "rejected": [turns[0], said("assistant", "no"), turns[2], turns[1]],
+        "images": ["0.png", "1.png"],
+    }
+    examples = read(model, tmp_path, PAIR, long, TEXTS)
+    assert examples.images is not None
+    dataset = dataset_of(examples, length)
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        numbers = [number for number in sample.images.tolist() if number != NO_IMAGE]
+        tokens = sum(examples.images.reader.tokens(number) for number in numbers)
+        assert (sample.tokens == PAD).sum() == tokens
+
+
+def test_images_that_are_in_no_sample_are_counted_once(model: Path, tmp_path: Path) -> None:
+    examples = read(model, tmp_path, PAIR, {**PAIR, "images": ["2.png", "3.png"]})
+    images = examples.images
+    assert images is not None
+    starts, ends = examples.bounds[:-1], examples.bounds[1:]
+    assert images.outside(starts, ends) == 0
+    assert images.outside(starts[:2], ends[:2]) == 2
+    assert images.outside(starts[:0], ends[:0]) == 4
+
+
+def test_answers_may_have_images_of_their_own(model: Path, tmp_path: Path) -> None:
+    picture = [{"type": "image", "image": "0.png"}]
+    other = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "!"}]
+    record = {
+        "prompt": [said("user", "draw a cat")],
+        "chosen": [said("assistant", picture)],
+        "rejected": [said("assistant", other)],
+    }
+    examples = read(model, tmp_path, record)
+    assert examples.images is not None
+    assert examples.images.numbers.tolist() == [0, 1]
+    assert not examples.learned[examples.tokens == PAD].any()
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({**TEXTS, "images": ["0.png"]}, "has images, but no messages where they could be"),
+        ({**PAIR, "images": ["0.png"]}, "has more places for images in its messages than images"),
+        ({**PAIR, "images": ["0.png"] * 3}, "has 3 images, and 1 more than places"),
+        ({**PAIR, "images": ["0.png", "gone.png"]}, "there is no such image"),
+        ({**TEXTS, "chosen": "<|image_pad|>"}, "1 token of images"),
+        ({**PAIR, "videos": ["a.mp4"]}, 'has "videos", which a run can\'t train on'),
+    ],
+)
+def test_images_and_places_have_to_agree(
+    record: Any, message: str, model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CorruptCheckpoint, match=message):
+        read(model, tmp_path, record)
+
+
+def test_an_equal_pair_is_left_out_with_its_images(model: Path, tmp_path: Path) -> None:
+    equal = {**PAIR, "rejected": PAIR["chosen"]}
+    examples = read(model, tmp_path, equal, PAIR)
+    assert examples.equal == 1
+    assert examples.images is not None
+    assert examples.images.numbers.tolist() == [2, 3, 2, 3]
