@@ -15,7 +15,7 @@ import io
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def adapter_files(
         f"base_model.model.{name if inside is None else _inside(name, inside)}": tensor
         for name, tensor in (_stacked(modules, tensors) | head).items()
     }
-    fields = _described(modules, options, base)
+    fields = _described(modules, named.values(), options, base)
     if has_scores:
         fields |= _OF_SCORES
     if inside is not None:
@@ -118,21 +118,21 @@ def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[s
     return found
 
 
-def _described(modules: Sequence[Module], options: LoRA, base: str) -> dict[str, Any]:
-    """Return the content of adapter_config.json.
-
-    A module is listed by the last two words of its path: one word is ambiguous (GPT-2 has two modules named c_proj).
-    """
+def _described(
+    modules: Sequence[Module], every: Iterable[Module], options: LoRA, base: str
+) -> dict[str, Any]:
+    """Return the content of adapter_config.json. every: all modules that could have an adapter."""
     # peft knows no `hf://`, and has a field of its own for the revision.
     name, revision = hub_id(base) or (base, None)
     linear = [module for module in modules if module.parameter is None]
     parameters = [module for module in modules if module.parameter is not None]
+    every = list(every)
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name, "revision": revision, "r": options.rank,
         "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora, "bias": "none",
         "inference_mode": True, "fan_in_fan_out": any(module.transposed for module in linear), "init_lora_weights": True,
-        "target_modules": sorted({_last_two(module.path) for module in linear}),
-        "target_parameters": sorted({f"{_last_two(module.path)}.{module.parameter}" for module in parameters}) or None,
+        "target_modules": _selecting(linear, every),
+        "target_parameters": _selecting(parameters, every) or None,
     }  # fmt: skip
 
 
@@ -140,8 +140,23 @@ _OF_SCORES: Mapping[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["sc
 """Fields of an adapter that has a head of scores."""
 
 
-def _last_two(path: str) -> str:
-    return ".".join(path.split(".")[-2:])
+def _selecting(modules: Iterable[Module], every: Iterable[Module]) -> list[str]:
+    """Return the ends of paths that select these modules, and none of the others.
+
+    An end has two words: one word is ambiguous (GPT-2 has two modules named c_proj). If only some layers have adapters,
+    whole paths are needed.
+    """
+    wholes = {_end(module) for module in modules}
+    ends = {_end(module, 2) for module in modules}
+    others = (module for module in every if _end(module) not in wholes)
+    is_ambiguous = any(_end(module, 2) in ends for module in others)
+    return sorted(wholes if is_ambiguous else ends)
+
+
+def _end(module: Module, words: int = 0) -> str:
+    """Return the last words of a module's path, or the whole path inside the model, with the name of its parameter."""
+    path = ".".join(module.path.removeprefix("model.").split(".")[-words:])
+    return path if module.parameter is None else f"{path}.{module.parameter}"
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
@@ -196,7 +211,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
         if where.module not in by_name[where.module.path, where.module.parameter]:
             by_name[where.module.path, where.module.parameter].append(where.module)
     tensors: dict[str, LazyTensor] = {**head}
-    targets: set[str] = set()
+    adapted: list[Module] = []
     for module, native in weights_of(adapter, family(config.family), config):
         path, _, last = native.name.rpartition(".")
         own = sorted(
@@ -206,13 +221,15 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
             raise NotExpressible(
                 f"{directory}: has an adapter of {native.name}, which can't be trained here"
             )
-        targets.add(_last_two(path) if last == "weight" else f"{_last_two(path)}.{last}")
+        adapted += own
         a, b = _floats(module.a), _floats(module.b)
         for number, each in enumerate(own):
             tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
             tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
+    every = [module for listed in by_name.values() for module in listed]
+    targets = tuple(_selecting(adapted, every))
     return ReadAdapter(
-        LoRA(described.rank, described.alpha, tuple(sorted(targets)), rslora=described.rslora),
+        LoRA(described.rank, described.alpha, targets, rslora=described.rslora),
         tensors,
         described.base,
     )

@@ -120,9 +120,11 @@ class Optimizer:
     def bytes_per_parameter(self) -> float:
         """Return the bytes per parameter by formula: parameters, gradients, masters and state.
 
-        Fewer ranks share the parameters of experts than other parameters.
+        Fewer ranks share the parameters of experts than other parameters. A stage without adapters trains none: 0 bytes.
         """
         elements = sum(bucket.elements for bucket in self._buckets)
+        if not elements:
+            return 0.0
         in_buckets = sum(bucket.kept_bytes for bucket in self._buckets)
         own = sum(len(master) for master in self._masters)
         kept = self._state_elements(own)

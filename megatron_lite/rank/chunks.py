@@ -14,6 +14,7 @@ from megatron_lite.models.lora.attached import attach
 from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.network_by_family import network
 from megatron_lite.models.network_interface import Network
+from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.parameter_kinds import declared
 from megatron_lite.parallel.parameters import (
@@ -40,7 +41,7 @@ class Built(NamedTuple):
 
 
 def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Built:
-    """Build the chunks on the meta device, with adapters if these are trained."""
+    """Build the chunks on the meta device, with adapters if these are trained. Collective with adapters."""
     tp, lora = grid.layout.tp, options.lora
     check_device(options.fp8, grid.device, tp)
     options = replace(options, fp8=fp8_of_device(options.fp8, grid.device))
@@ -60,8 +61,15 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
         built.infos.append(infos)
         built.adapters.append(adapters)
     if lora is not None:
-        check_targets(config, lora.targets, found=any(built.adapters))
+        check_targets(config, lora.targets, found=_anywhere(any(built.adapters), grid))
     return built
+
+
+def _anywhere(found: bool, grid: Grid) -> bool:
+    """Return whether any rank has found something, as only some stages may have adapters. Collective."""
+    flag = torch.tensor(float(found), device=grid.device)
+    comm.largest(flag, grid.group("world"))
+    return bool(flag)
 
 
 def _infos(

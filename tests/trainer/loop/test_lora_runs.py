@@ -75,6 +75,17 @@ def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_a_stage_without_adapters_is_part_of_a_run(tmp_path: Path) -> None:
+    command = f"{WORDS} --lora-rank 4 --lora-targets 1.self_attn.q_proj --save ckpt --resume"
+    train(tmp_path / "one", 1, f"{command} --train-iters 4")
+    two = train(tmp_path / "two", 2, f"{command} --train-iters 4 --exit-interval 2 --pp 2")
+    assert "0 parameters on this rank, 0.00 bytes each" in two.log(0)
+    train(tmp_path / "two", 2, f"{command} --train-iters 4 --pp 2")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert weights(tmp_path / "two", 4).keys() == weights(tmp_path / "one", 4).keys()
+
+
+@pytest.mark.slow
 def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -> None:
     """Their base may be in another."""
     command = f"{FRESH} --train-iters 4 --exit-interval 2 --save ckpt".replace("--fp32 ", "")

@@ -234,6 +234,34 @@ def test_saved_adapters_can_be_merged_and_read_back(model: str, lora: LoRA, tmp_
     assert_saved_and_merged(Case(model, lora=lora), lora, tmp_path)
 
 
+def test_an_adapter_of_a_single_layer_is_read_back_as_one(tmp_path: Path) -> None:
+    """Its configuration named the matrix of all layers, so that the layers without an adapter counted as missing."""
+    lora = LoRA(2, 4.0, ("1.self_attn.q_proj",))
+    engine = make(Case("llama-all-linear", lora=lora))
+    held = {
+        key.name: tensor for key, tensor in gather_adapters(engine).items() if key.slot == WEIGHT
+    }
+    for name, content in adapter_files(held, engine.config, lora, "base").items():
+        (tmp_path / name).write_bytes(content)
+    described = json.loads((tmp_path / "adapter_config.json").read_bytes())
+    assert described["target_modules"] == ["layers.1.self_attn.q_proj"]
+    again = read_adapter(tmp_path, engine.config)
+    assert again.options.targets == ("layers.1.self_attn.q_proj",)
+    assert again.tensors.keys() == held.keys()
+
+
+@pytest.mark.parametrize("more", [{"pp": 2}, {"pp": 2, "dp": 2, "distributed": True}], ids=str)
+def test_only_one_stage_may_have_adapters(more: dict[str, Any], world: World) -> None:
+    case = Case("llama-all-linear", lora=LoRA(2, 4.0, ("1.self_attn.q_proj",)))
+    (alone,) = world.run(1, train, case, 3)
+    across = replace(case, **more)
+    first, *_, last = world.run(across.world, train, across, 3)
+    assert last[0] == first[0] == pytest.approx(alone[0], rel=TOLERANCE)
+    assert first[1].keys() == alone[1].keys()
+    for key, tensor in alone[1].items():
+        torch.testing.assert_close(first[1][key], tensor, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.oracle
 def test_latent_attention_and_shared_experts_have_adapters_too(
