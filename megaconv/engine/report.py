@@ -63,7 +63,8 @@ class Report:
     lineage: Lineage = field(default_factory=lambda: Lineage({}), repr=False)
     """The inputs that the output is made from."""
     rounding: Rounding | None = None
-    """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read."""
+    """The rounding error of quantized weights, if there are any. A resumed run counts only the weights that it read; None
+    for several processes, each of which reads a part."""
 
     waiting: Waiting | None = None
     """The places of the parts that wait to be sent, for an output in a store."""

@@ -14,8 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv import registry
+from megaconv.engine.preparation import prepare
+from megaconv.input import find_input
 from megaconv.mlx.names import WRITTEN
 from megaconv.mlx.tensors import is_shifted
+from megaconv.options import ConvertOptions
 from tests.conftest import FIXTURES
 from tests.mlx_oracle import cases, digest, write_source
 from tests.models import write_llama
@@ -134,6 +138,15 @@ def test_shards_have_an_index(llama: Path, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "mlx" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert "model.layers.0.mlp.up_proj.biases" in index["weight_map"]
+
+
+def test_one_of_several_processes_reports_no_rounding_error(llama: Path, tmp_path: Path) -> None:
+    """It reads a part of the weights, and weights of which another one writes the codes."""
+    options = ConvertOptions(extra={"bits": "4", "group_size": "32"})
+    found = find_input(llama, None, options.load)
+    saver = registry.saver("mlx")
+    reports = [prepare(found, tmp_path / "out", saver, options, number)[1] for number in (1, 2)]
+    assert [report.rounding is not None for report in reports] == [True, False]
 
 
 def test_megatron_becomes_mlx(llama: Path, tmp_path: Path) -> None:
