@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from formats.tensor import LazyTensor
 from megaconv.engine.opening import open_source
+from megaconv.engine.plan import default_workers
+from megaconv.engine.source_check import require_own_base
 from megaconv.errors import TensorMismatch, UnsupportedInput, UsageError
 from megaconv.input import Input, find_input
 from megaconv.model.check import same_names
@@ -49,11 +51,13 @@ def averaged(
     """Open the models of --average, and average them with the opened input.
 
     load: the options that the input was opened with. Raises TensorMismatch for models of different tensors,
-    UnsupportedInput for adapters and for quantized weights that aren't read, UsageError.
+    UnsupportedInput for adapters and for quantized weights that aren't read, UsageError, ModelsDiffer for a patch on another
+    base.
     """
     shares = shares_of(options.averaged)
     opened: list[Source] = [source]
     _require_weights(found.given, source.header)
+    _require_own_base(found, source, options)
     for each in options.averaged:
         other = _open(each.place, load, options)
         _require_weights(each.place, other.header)
@@ -74,7 +78,14 @@ def _open(place: str, load: LoadOptions, options: ConvertOptions) -> Source:
     if options.resume and isinstance(found.place, str):
         raise UsageError(f"--resume: can't detect whether {place} has changed since; leave it out")
     known = {key: value for key, value in load.extra.items() if key in found.loader.options}
-    return open_source(found, replace(load, extra=known))
+    source = open_source(found, replace(load, extra=known))
+    _require_own_base(found, source, options)
+    return source
+
+
+def _require_own_base(found: Input, source: Source, options: ConvertOptions) -> None:
+    if options.check_source:
+        require_own_base(found, source, options.workers or default_workers(writing=False))
 
 
 def notice_of_average(given: str, choices: Sequence[ModelShare]) -> str:

@@ -27,7 +27,7 @@ from megaconv.engine.sidecars import (
     code_left_out,
     modules_left_out,
 )
-from megaconv.engine.source_check import SourceCheck, check_source
+from megaconv.engine.source_check import SourceCheck, check_source, require_own_base
 from megaconv.errors import UnknownFamily, UsageError
 from megaconv.input import Input
 from megaconv.loader import Loader
@@ -93,6 +93,8 @@ def prepare(
     header = streamed.source.header
     altered = streamed.altered | opened.header.read_otherwise
     check = _checked(found, opened, header, altered, options)
+    if check.unlike and not options.averaged:  # averaged() has compared each model
+        require_own_base(found, opened, workers_of(options))
     plan = saver.plan(header, save)
     plan = replace(plan, notices=(*_notices(header, reason, found, options), *plan.notices))
     require_complete(plan, header.manifest)

@@ -18,6 +18,7 @@ from megaconv.errors import CorruptCheckpoint, ModelsDiffer
 from megaconv.families import has_text_only
 from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
+from megaconv.input import Input
 from megaconv.model.beside import BESIDE
 from megaconv.model.check import listing
 from megaconv.model.ir import WEIGHT, Header, Key, OpenedSource, Source, TensorInfo
@@ -196,6 +197,15 @@ def check_source(
         cast.update(key for key, info in written.items() if streamed.get(key) != info)
     unlike = {str(key) for key in cast.union(altered)} | differing.keys()
     return SourceCheck(record, frozenset(unlike), masters - cast, notices, remedy=remedy)
+
+
+def require_own_base(found: Input, source: Source, workers: int) -> None:
+    """Read all of a patch and compare it with its record. Any other input is not read.
+
+    This is for conversions that don't pass on the values of all tensors. Raises ModelsDiffer for a patch on another base.
+    """
+    if found.loader.name == PATCH:
+        check_source(found.place, source).compare(fingerprint_source(source, workers))
 
 
 def _read_from_masters(record: Record, manifest: Mapping[Key, TensorInfo]) -> frozenset[Key]:

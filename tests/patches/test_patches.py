@@ -226,6 +226,29 @@ def test_a_patch_is_not_read_on_another_base_than_its_own(old: Path, tmp_path: P
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--saver", "hf", "--dtype", "fp32"),
+        ("--saver", "gguf", "--option", "tokenizer=none", "--option", "gguf_type=q8_0"),
+        ("--saver", "hf", "--average", "OLD"),
+    ],
+    ids=lambda words: words[-2],
+)
+def test_no_conversion_that_changes_all_values_accepts_another_base(
+    words: tuple[str, ...], old: Path, tmp_path: Path
+) -> None:
+    """The record of the patch has no fingerprints of these values."""
+    make(old, trained(old, tmp_path / "new", share=0.1), tmp_path / "patch")
+    command = ["convert", tmp_path / "patch", tmp_path / "out"]
+    command += [old if word == "OLD" else word for word in words]
+    other = trained(old, tmp_path / "other", seed=2)
+    outcome = run(*command, "--option", f"base={other}")
+    assert_refused(outcome, 4, "another base", "--option base")
+    assert not (tmp_path / "out").exists()
+    assert run(*command, "--option", f"base={old}").status == 0
+
+
 def test_a_base_with_a_record_is_compared_before_anything_is_read(
     old: Path, tmp_path: Path
 ) -> None:
