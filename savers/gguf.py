@@ -37,6 +37,7 @@ from megaconv.values.forms import LEFT_OUT, Form, Scaling
 from megaconv.values.stored_forms import stored_shape
 
 FILE = "model.gguf"
+_MOST_U32 = (1 << 32) - 1
 
 
 def uses(options: SaveOptions) -> tuple[str, ...]:
@@ -91,6 +92,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         # Without a tokenizer, llama.cpp can't count its tokens.
         values[f"{architecture}.vocab_size"] = Value("u32", config.vocab)
     values |= tokenizer_values(header, config, options.extra)
+    _require_u32(values)
     rounded = sorted(set(of_matrices) - {"float32"})
     notices = [
         f"matrices are stored as {', '.join(rounded or [main])}, norms and biases as float32",
@@ -101,6 +103,15 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
             f"{counted(config.mtp_layers, 'MTP layer')} left out: {architecture} has none in llama.cpp; outputs don't change"
         )
     return OutputPlan({FILE: GgufLayout(values, tensors, constants)}, placements, notices=notices)
+
+
+def _require_u32(values: Mapping[str, Value]) -> None:
+    """Raise NotExpressible for a size that has more than 32 bits."""
+    for key, (kind, value) in values.items():
+        if kind == "u32" and isinstance(value, int) and value > _MOST_U32:
+            raise NotExpressible(
+                f"--saver gguf: {key} is {value:,}, and GGUF holds at most {_MOST_U32:,}; correct config.json"
+            )
 
 
 def _placed(

@@ -192,7 +192,7 @@ def _ids(
         number = otherwise
         if isinstance(text, str):
             number = named.get(text, otherwise)
-        if number is not None:
+        if number is not None and number >= 0:  # some configurations have -1 for no token
             found[f"{name}_token_id"] = Value("u32", number)
     return found
 

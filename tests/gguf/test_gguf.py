@@ -222,3 +222,25 @@ def test_a_tokenizer_that_splits_text_in_an_unknown_way_asks_for_its_name(tmp_pa
         written(source, tmp_path / "named", "tokenizer_pre=mine").values["tokenizer.ggml.pre"]
         == "mine"
     )
+
+
+def test_a_padding_token_of_minus_1_is_none(tmp_path: Path) -> None:
+    source = with_config(tmp_path / "hf", pad_token_id=-1)
+    megaconv.convert(source, tmp_path / "out", saver="gguf")
+    values = Reader(tmp_path / "out" / "model.gguf").values
+    assert "tokenizer.ggml.padding_token_id" not in values
+    assert values["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_positions_of_more_than_32_bits_are_refused(tmp_path: Path) -> None:
+    source = with_config(tmp_path / "hf", max_position_embeddings=1 << 32)
+    outcome = run("convert", source, tmp_path / "out", "--saver", "gguf")
+    assert_refused(outcome, 2, "llama.context_length is 4,294,967,296", "config.json")
+
+
+def with_config(target: Path, **changed: object) -> Path:
+    """A Llama with other values in its config.json."""
+    shutil.copytree(LLAMA, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | changed))
+    return target
