@@ -25,12 +25,15 @@ def optimizers(
     *,
     expert_groups: bool,
 ) -> Any:
-    """Return one optimizer state, or with expert parallelism (expert_groups) a list of two: dense parameters, then experts."""
-    if not expert_groups:
-        return _optimizer_state(groups, listed, models, slots)
+    """Return one optimizer state, or with expert parallelism (expert_groups) a list of two: dense parameters, then experts.
+
+    As in Megatron, a stage without experts has one.
+    """
     dense, experts = (
         [key for key in listed if is_expert(key[1]) == of_experts] for of_experts in (False, True)
     )
+    if not expert_groups or not experts:
+        return _optimizer_state(groups, listed, models, slots)
     theirs = [
         {**group, "is_expert_parallel": True} for group in groups["optimizer"]["param_groups"]
     ]

@@ -272,6 +272,7 @@ def test_rank_files_that_have_no_room_for_all_parts_are_refused(
         "--tp 2 --sequence-parallel --bf16",
         "--optimizer muon --bf16",
         "--num-experts 4 --moe-ffn-hidden-size 24 --ep 2 --bf16",
+        "--num-experts 4 --moe-ffn-hidden-size 24 --moe-layer-freq [0]*2+[1]*2 --qk-layernorm --pp 2 --ep 2 --bf16",
         "--num-experts 4 --moe-ffn-hidden-size 24 --tp 2 --ep 2 --etp 1 --sequence-parallel --bf16",
     ],
 )
