@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaconv.errors import UsageError
+from megaconv.errors import NotExpressible, UsageError
+from megaconv.families import family
 from megaconv.megatron.arguments.read import from_arguments
 from megaconv.megatron.arguments.write import to_arguments
 from megaconv.model.config import ModelConfig
@@ -58,7 +59,8 @@ def model_type(settings: Settings, config: ModelConfig | None) -> str:
 def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     """Return the model that the flags describe. vocab: size of the tokenizer's vocabulary.
 
-    Raises UsageError for missing sizes, UnknownFamily for a model without a table.
+    Raises UsageError for missing sizes, UnknownFamily for a model without a table, NotExpressible for layers without
+    experts in a family that has none.
     """
     settings = with_layers(settings)
     model = settings.model
@@ -91,7 +93,20 @@ def model_from_flags(settings: Settings, vocab: int) -> ModelConfig:
     if kind == "t5":
         found |= _of_t5(settings)
     arguments = _as_arguments(settings, found["mlp.ffn"])
-    return from_arguments(arguments, found, family=None if kind == "gpt" else kind)
+    config = from_arguments(arguments, found, family=None if kind == "gpt" else kind)
+    _check_dense_layers(config)
+    return config
+
+
+def _check_dense_layers(config: ModelConfig) -> None:
+    """Raise NotExpressible for layers without experts in a family whose models have experts in all layers."""
+    has_names = any("dense" in (row.when or "").split() for row in family(config.family).rows)
+    has_dense = any(config.has("dense", layer) for layer in range(config.layer_count))
+    if config.experts.count and has_dense and not has_names:
+        raise NotExpressible(
+            f"--moe-layer-freq: the model would be a {config.family} with layers without experts, which no checkpoint has names for; "
+            "leave the flag out, or make the model a Qwen 3 MoE (--qk-layernorm)"
+        )
 
 
 def _base_fields(model: Model, vocab: int) -> dict[str, Any]:

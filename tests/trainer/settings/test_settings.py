@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaconv.errors import CheckpointError, LayoutError, UnknownFamily, UsageError
+from megaconv.errors import (
+    CheckpointError,
+    LayoutError,
+    NotExpressible,
+    UnknownFamily,
+    UsageError,
+)
 from megaconv.model.config import ModelConfig
 from megatron_lite import cli
 from megatron_lite.processes.launch import start
@@ -529,6 +535,15 @@ def test_flags_describe_llama_and_gpt2() -> None:
     assert (scaled.positions.scaling or {})["factor"] == 32
     qwen = model_from_flags(settings(LLAMA + " --qk-layernorm --kv-channels 32"), 100)
     assert (qwen.family, qwen.attention.head_dim) == ("qwen3", 32)
+
+
+def test_layers_without_experts_need_a_family_that_has_them() -> None:
+    mixed = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-layer-freq 2"
+    with pytest.raises(NotExpressible, match="a mixtral with layers without experts"):
+        model_from_flags(settings(mixed), 100)
+    assert model_from_flags(settings(f"{mixed} --qk-layernorm"), 100).family == "qwen3_moe"
+    all_have_experts = mixed.replace("freq 2", "freq 1")
+    assert model_from_flags(settings(all_have_experts), 100).family == "mixtral"
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_an_error_and_one_that_agrees_is_not() -> None:
