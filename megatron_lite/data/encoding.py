@@ -69,7 +69,9 @@ class Encoder:
         elif options.presplit_sentences:
             self._splitter = lines_of
         if options.append_eod and self._tokenizer.eod is None:
-            raise UsageError("--append-eod: this tokenizer has no token that ends a document")
+            raise UsageError(
+                "--append-eod: this tokenizer has no token that ends a document; name one as eos_token in its tokenizer_config.json"
+            )
 
     @property
     def dtype(self) -> TokenDtype:

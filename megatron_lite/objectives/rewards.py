@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
@@ -46,9 +46,14 @@ class Reward:
         Raises TrainingError if the function raises, or returns anything else than `count` finite numbers.
         """
         try:
-            given = list(self.function(**self._accepted(offered)))
+            returned = self.function(**self._accepted(offered))
+            given = list(returned) if isinstance(returned, Iterable) else None
         except Exception as error:  # a user's code may raise any error
             raise TrainingError(f"--reward {self.word}: raised {_described(error)}") from error
+        if given is None:
+            raise TrainingError(
+                f"--reward {self.word}: returned {returned!r:.60}; it has to return a list with a number for each completion"
+            )
         if len(given) != count:
             raise TrainingError(
                 f"--reward {self.word}: returned {len(given)} rewards for {count} completions; it has to return one for each"

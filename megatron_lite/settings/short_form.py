@@ -57,6 +57,11 @@ class ShortForm:
                 f"{self.data}: there is no such file or directory, and no indexed corpus {self.data}.idx; "
                 "give a file with JSON lines or text, a directory of such files, or the prefix of a corpus"
             )
+        prefix = self.data.removesuffix(".bin").removesuffix(".idx")
+        if prefix != self.data and Path(f"{prefix}.idx").is_file():
+            raise UsageError(
+                f"{self.data}: is a file of an indexed corpus; give its prefix {prefix}"
+            )
         return {"finetune_data": [self.data]}
 
     def _defaults(self, given: Collection[str]) -> dict[str, Any]:

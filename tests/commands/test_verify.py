@@ -82,6 +82,16 @@ def test_a_fingerprint_that_was_changed_itself_does_not_verify(tmp_path: Path) -
     assert run("verify", tmp_path / "out").status == 4
 
 
+def test_a_changed_small_file_leaves_the_weights_as_written(tmp_path: Path) -> None:
+    config = written(tmp_path / "out", "hf") / "config.json"
+    config.write_text(config.read_text() + "\n")
+    outcome = run("verify", tmp_path / "out")
+    first, second = outcome.out.splitlines()
+    fingerprint = megaconv.fingerprint(tmp_path / "out").weights
+    assert first == f"different, though the weights are as written, fingerprint {fingerprint}"
+    assert (second, outcome.status) == ("  config.json  changed", 4)
+
+
 def test_another_container_of_the_same_weights_verifies(tmp_path: Path) -> None:
     out = written(tmp_path / "out", "hf")
     tensors = load_file(out / "model.safetensors")

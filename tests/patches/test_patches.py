@@ -190,6 +190,12 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
     assert_refused(run("fingerprint", tmp_path / "patch"), 2, "--option base=OLD")
 
 
+def test_scan_finds_no_fault_in_a_patch(old: Path, tmp_path: Path) -> None:
+    make(old, trained(old, tmp_path / "new"), tmp_path / "patch")
+    outcome = run("scan", tmp_path / "patch")
+    assert (outcome.status, outcome.out.splitlines()[-1].endswith("no faults")) == (0, True)
+
+
 def test_inspect_describes_a_patch_without_its_base(old: Path, tmp_path: Path) -> None:
     report = make(old, trained(old, tmp_path / "new"), tmp_path / "patch")
     shown = run("inspect", tmp_path / "patch")

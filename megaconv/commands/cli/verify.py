@@ -149,7 +149,10 @@ def _show(found: "Verification") -> None:
         files = f" and {counted(found.files, 'other file')}" if found.files else ""
         show(f"as written: {counted(found.tensors, 'tensor')}{files}, fingerprint {found.found}")
     else:
-        show(f"different: fingerprint {found.found}, written was {found.recorded}")
+        if found.found == found.recorded:
+            show(f"different, though the weights are as written, fingerprint {found.found}")
+        else:
+            show(f"different: fingerprint {found.found}, written was {found.recorded}")
         for name, kind in found.differences.items():
             show(f"  {name}  {kind}")
 

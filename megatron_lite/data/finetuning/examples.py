@@ -95,7 +95,9 @@ def read_examples(
 ) -> Examples:
     """Read all examples. Raises UsageError; CorruptCheckpoint with file and line for a record that is not an example."""
     if tokenizer.eod is None:
-        raise UsageError(f"{flag}: this tokenizer has no token that ends an example")
+        raise UsageError(
+            f"{flag}: this tokenizer has no token that ends an example; name one as eos_token in its tokenizer_config.json"
+        )
     encoder = _Encoder(tokenizer, tokenizer.eod, options)
     tokens: list[NDArray[np.int32]] = []
     learned: list[NDArray[np.bool_]] = []

@@ -228,6 +228,19 @@ def test_records_stay_records_though_their_file_is_called_text(tmp_path: Path) -
     assert sequences(tmp_path / "out") == [[1, 2], [3], [4], [5]]
 
 
+@pytest.mark.oracle
+def test_a_tokenizer_without_an_end_is_refused_with_a_remedy(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    flags = ("--tokenizer-model", tmp_path, "--output-prefix", tmp_path / "out", "--append-eod")
+    refused(
+        capsys, 2, "name one as eos_token in its tokenizer_config.json", "--input", text, *flags
+    )
+
+
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     mark = b"\xef\xbb\xbf"
     (tmp_path / "a.txt").write_bytes(mark + b"1 2")

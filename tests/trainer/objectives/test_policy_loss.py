@@ -146,6 +146,8 @@ def test_the_loss_divides_logits_by_the_temperature_of_sampling() -> None:
     ("body", "message"),
     [
         ("raise ValueError('no\\nanswer')", "raised ValueError at judged.py:2: no answer"),
+        ("return None", "returned None; it has to return a list with a number for each completion"),
+        ("return 0.5", "returned 0.5; it has to return a list"),
         ("return [1.0]", "returned 1 rewards for 2 completions"),
         ("return [1.0, float('nan')]", "returned nan for completion 1; a reward has to be a finite number"),
         ("return [1.0, None]", "returned None for completion 1"),

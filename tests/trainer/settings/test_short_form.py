@@ -84,6 +84,15 @@ def test_the_prefix_of_a_corpus_is_read_as_one(tmp_path: Path) -> None:
     check_flags(settings)
 
 
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_file_of_a_corpus_is_refused_with_its_prefix(suffix: str, tmp_path: Path) -> None:
+    prefix = tmp_path / "corpus_text_document"
+    for name in ("bin", "idx"):
+        Path(f"{prefix}.{name}").touch()
+    with pytest.raises(UsageError, match=f"give its prefix {prefix}"):
+        parse("finetune", [], ShortForm("model", f"{prefix}.{suffix}"))
+
+
 def test_several_ranks_share_optimizer_state_and_a_gpu_computes_in_bf16(data: str) -> None:
     settings, _ = parse("finetune", [], ShortForm("model", data, ranks=4, bf16=True))
     assert settings.parallel.use_distributed_optimizer
