@@ -21,7 +21,6 @@ from megaconv.engine.sidecars import leads_out
 from megaconv.errors import UsageError
 from megaconv.families.parts.code_keys import kernels_of_hub
 from megaconv.hub import nothing_at, resolve
-from megaconv.patches.patch import BLOCKS, INDEX
 
 SAFE_STATUS, FAULTY_STATUS, UNSAFE_STATUS = 0, 3, 6
 _TARS = (".nemo", ".tar")
@@ -200,8 +199,8 @@ def _check_structure(file: Path) -> None:
         dcp_metadata.read(file)
     elif file.suffix == ".gguf":
         gguf_header.read(file)
-    elif file.name == BLOCKS and (file.parent / INDEX).is_file():
-        return  # a patch of `megaconv delta`, which isn't torch's
+    elif file.name == "blocks.bin" and (file.parent / "delta.json").is_file():
+        return  # the blocks of a patch (megaconv/patches/patch.py) aren't torch's
     elif file.suffix in _OF_TORCH or file.name.startswith("pytorch_model"):
         torch_zip.read(file)  # its error says what the file is instead
 

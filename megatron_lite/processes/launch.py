@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -59,9 +60,15 @@ class Place:
         return f"{self.world} x {name}, {backend}"
 
     def say(self, text: str) -> None:
-        """Print on rank 0."""
-        if self.rank == 0:
+        """Print on rank 0. Raises TrainingError if nothing reads the output any more."""
+        if self.rank:
+            return
+        try:
             print(text, flush=True)
+        except BrokenPipeError as error:
+            raise TrainingError(
+                "standard output was closed, as by `| head`; write it to a file to keep the run alive"
+            ) from error
 
 
 def world_size() -> int:
@@ -224,6 +231,7 @@ def end(place: Place) -> None:
 
 def leave(status: int) -> None:
     """End a failed run at once, without waiting for threads, collectives or peers."""
-    sys.stdout.flush()
+    with suppress(BrokenPipeError):  # nobody reads it any more
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

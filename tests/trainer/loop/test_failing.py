@@ -164,6 +164,25 @@ def test_a_mistake_is_reported_once_by_rank_0_and_ends_all(
     assert "Traceback" not in running.logs()
 
 
+def test_a_reader_that_closes_the_output_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = f"pretrain {LLAMA} --train-iters 2".split()
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_lite", *words],
+        cwd=tmp_path,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+    )
+    os.close(writer)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "megatron-lite: error: standard output was closed, as by `| head`; write it to a file to keep the run alive"
+    ]
+
+
 def ended_by_torchrun(rank: int) -> None:
     """torchrun sends SIGTERM to the others as soon as one rank has failed."""
     import threading
