@@ -50,7 +50,7 @@ def add_or_refuse(values: Bytes, dtype: str, number: int, name: str) -> Bytes:
             remedy = f"--dtype float32, or {remedy}"
         raise NotExpressible(
             f"{name}: a weight{value} would be stored with {number:+d} there, for which {dtype} has no exact value; "
-            f"choose {remedy}"
+            f"convert it with {remedy}"
         )
     return made
 

@@ -252,6 +252,16 @@ def test_a_rounded_out_norm_does_not_contradict_the_record_of_its_source(
     assert_refused(run("diff", tmp_path / "dist", tmp_path / "out"), 3, "out_norm", "megaconv.json")
 
 
+def test_a_patch_of_an_inexact_out_norm_is_refused_with_a_remedy(hf: Path, tmp_path: Path) -> None:
+    """`delta` itself has neither of the options, so that the message names the command that has them."""
+    source = trained(hf, tmp_path / "trained", 0.0123)
+    megaconv.convert(hf, tmp_path / "old", saver="core", ckpt_format="torch_dist")
+    megaconv.convert(source, tmp_path / "new", saver="core", ckpt_format="torch_dist")
+    command = ("delta", tmp_path / "old", tmp_path / "new", "--save-dir", tmp_path / "patch")
+    assert_refused(run(*command), 2, "convert it with --dtype float32")
+    assert not (tmp_path / "patch").exists()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_exactly_the_sums_that_come_back_to_the_same_bits_are_made(dtype: str) -> None:
     """Every 16-bit number, infinities and what is no number too; of float32 those with as many bits."""

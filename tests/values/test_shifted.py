@@ -10,10 +10,10 @@ from megaconv.values.shifted import add_or_refuse
 @pytest.mark.parametrize(
     ("dtype", "number", "remedy"),
     [
-        ("bfloat16", -1, "choose --dtype float32, or --transformer-impl local"),
-        ("bfloat16", 1, "choose --dtype float32, or --allow-lossy out_norm"),
+        ("bfloat16", -1, "convert it with --dtype float32, or --transformer-impl local"),
+        ("bfloat16", 1, "convert it with --dtype float32, or --allow-lossy out_norm"),
         # No dtype is wider.
-        ("float32", -1, "choose --transformer-impl local"),
+        ("float32", -1, "convert it with --transformer-impl local"),
     ],
 )
 def test_a_weight_without_an_exact_shifted_value_is_refused_with_a_remedy(
