@@ -41,6 +41,7 @@ def flops_per_token(
         "layer_inputs.embed.weight",
         "score.weight",
     }
+    head = "embed.weight" if config.tie_embeddings else "head.weight"
     if not config.tie_embeddings:
         looked_up.add("embed.weight")
     share_of_experts = config.experts.per_token / max(config.experts.count, 1)
@@ -51,7 +52,7 @@ def flops_per_token(
         times = 1.0
         if ".mlp.experts." in name:
             times = share_of_experts
-        elif name == "head.weight":
+        elif name == head:
             # Each further predicted token uses the head once more.
             times += config.mtp_layers
         weights += shape[0] * shape[1] * times

@@ -15,6 +15,7 @@ from megatron_lite.loop.schedule import Rates
 from megatron_lite.objectives.scored_model import SCORED
 from megatron_lite.rank.report import StepReport
 from tests.trainer.loop.launches import LLAMA, launch, metrics, train
+from tests.trainer.parallel.small import MODELS
 
 REPORTING = "--tensorboard-dir events --plot curves/loss.png --eval-interval 2 --eval-iters 2"
 
@@ -119,6 +120,13 @@ def test_operations_of_layers_with_heads_of_their_own_are_counted_with_them() ->
     of_inputs = 2 * 256 * 2048 + 2 * 2 * 256 * 2048
     weights = qkvo + 2 * 3 * 2048 * 8192 + of_inputs + 32000 * 2048
     assert flops_per_token(config, 1024) == 6 * weights + 12 * 8 * (256 + 512) * 1024
+
+
+def test_each_further_token_takes_the_head_once_more_though_it_is_tied() -> None:
+    """A tied model has as many products as one with a head of its own."""
+    untied = MODELS["further tokens"]
+    tied = MODELS["further tokens, tied"]
+    assert flops_per_token(tied, 16) == flops_per_token(untied, 16)
 
 
 def test_a_meter_divides_by_time_and_devices() -> None:
