@@ -163,9 +163,12 @@ def _advance(run: Run, report: StepReport, size: int) -> None:
 def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
     """Print a log line every --log-interval steps, and after the last step, so that a short run prints one."""
     due = last or run.progress.iteration % run.settings.logging.log_interval == 0
-    if run.place.rank or not due:
+    if not due:
         return
     steps = run.interval or [report]
+    run.interval = []  # also on ranks that print nothing
+    if run.place.rank:
+        return
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
@@ -182,7 +185,6 @@ def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
     others = {name: mean(each.others[name] for each in steps) for name in report.others}
     if report.largest_score is not None:
         others["max_attention_logit"] = max(each.largest_score or 0.0 for each in steps)
-    run.interval.clear()
     run.say(line(figures, run.objective.shown(others), run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
