@@ -27,6 +27,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.objectives.answer_head import with_head
 from megatron_lite.objectives.answer_loss import ANSWERS, COUNTING, AnswerLoss
+from megatron_lite.objectives.epochs import require_same_batch
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Exam, Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
@@ -114,7 +115,7 @@ class AnswerData(TrainingData):
         depends on it.
         """
         training, batch = settings.training, sizes.batch.full
-        _require_same_batch(batch, progress)
+        require_same_batch(batch, progress)
         epochs, examples = training.epochs or 0, _examples(self.train)
         each = self._epoch_samples(settings, sizes)
         if epochs and not each:
@@ -189,16 +190,6 @@ def _read(task: Task, paths: tuple[str, ...]) -> dict[str, Read]:
 
 def _examples(files: Mapping[str, Read]) -> list[Example]:
     return [example for read in files.values() for example in read.examples]
-
-
-def _require_same_batch(batch: int, progress: Progress) -> None:
-    if progress.consumed_samples == progress.iteration * batch:
-        return
-    earlier = progress.consumed_samples // progress.iteration
-    raise UsageError(
-        f"--global-batch-size {batch}: the continued run has batches of {earlier}, of which the order of a task's examples "
-        f"follows; give --global-batch-size {earlier}"
-    )
 
 
 def _left_out(path: str, left_out: Sequence[str]) -> str:

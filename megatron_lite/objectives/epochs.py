@@ -30,6 +30,17 @@ def training_length(
     return {"train_iters": progress.iteration + steps}
 
 
+def require_same_batch(batch: int, progress: Progress) -> None:
+    """Raise UsageError if a continued run on a task has another batch size, on which its epochs and their order depend."""
+    if progress.consumed_samples == progress.iteration * batch:
+        return
+    earlier = progress.consumed_samples // progress.iteration
+    raise UsageError(
+        f"--global-batch-size {batch}: the continued run has batches of {earlier}, of which the order of a task's examples "
+        f"follows; give --global-batch-size {earlier}"
+    )
+
+
 def evaluations(
     settings: Settings, sizes: Sizes, samples_of: SamplesOf, valid: SamplesOf | None, say: Say
 ) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.retrieval_loss import RetrievalLoss, texts_of
 from megatron_lite.objectives.blocks import prepared_towers
+from megatron_lite.objectives.epochs import require_same_batch
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
@@ -86,13 +87,17 @@ class PassageData(TrainingData):
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
     ) -> tuple[Settings, "PassageData"]:
-        """See TrainingData.fitted. It converts --epochs to steps, and measures all of --valid-data after each epoch."""
+        """See TrainingData.fitted. It converts --epochs to steps, and measures all of --valid-data after each epoch.
+
+        Raises UsageError also if a continued run has another batch size.
+        """
         if sizes.layout.pp > 1:
             raise LayoutError(
                 f"pp = {sizes.layout.pp}: the passages of --task {NAME} differ in number between micro batches, which pipeline "
                 "stages don't support; take tensor or data parallelism"
             )
         training, batch = settings.training, sizes.batch.full
+        require_same_batch(batch, progress)
         epochs, steps = training.epochs or 0, len(self.train) // batch
         if epochs and not steps:
             raise UsageError(
