@@ -24,9 +24,10 @@ class Muon(Algorithm):
     def takes(self, info: ParameterInfo) -> bool:
         """Return whether the parameter is a matrix of a layer.
 
-        AdamW updates the router, the gate of a shared expert, tables and the head.
+        AdamW updates norms, the router, the gate of a shared expert, tables and the head.
         """
-        return info.kind in (Kind.SHARDED, Kind.EXPERT) and len(info.native.shape) == 2
+        is_of_layer = ".layers." in info.name and info.kind in (Kind.SHARDED, Kind.EXPERT)
+        return is_of_layer and info.is_matrix and len(info.native.shape) == 2
 
     def recorded(self, options: OptimizerOptions) -> Mapping[str, Any]:
         own = {"momentum": options.muon.momentum, "nesterov": options.muon.nesterov}

@@ -59,9 +59,14 @@ class ParameterInfo:
         return "edp" if self.kind is Kind.EXPERT else "replicas"
 
     @property
+    def is_matrix(self) -> bool:
+        """True for matrices and convolutions. Norms are none, though those of single heads have a row for each head."""
+        return len(self.native.shape) > 1 and "norm" not in self.name
+
+    @property
     def decays(self) -> bool:
         """True if weight decay applies: to matrices, but not to norms, to biases and to what keeps its value."""
-        return len(self.native.shape) > 1 and self.kind is not Kind.CONSTANT
+        return self.is_matrix and self.kind is not Kind.CONSTANT
 
     @property
     def decoupled(self) -> bool:

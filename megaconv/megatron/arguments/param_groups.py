@@ -60,6 +60,7 @@ def class_of(name: str, shape: Shape, *, decoupled: bool, decayed_embeddings: bo
     decay = (
         len(shape) > 1
         and not name.endswith(".bias")
+        and "norm" not in name  # norms of single heads have a row for each head
         and (decayed_embeddings or "embedding" not in name)
     )
     return Class(decay, decoupled and name.endswith(_DECOUPLED))
