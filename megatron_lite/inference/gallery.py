@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from megaconv.errors import CheckpointError, UsageError
@@ -53,6 +54,10 @@ class Images(Protocol):
         """Read an image. Raises UsageError."""
         ...
 
+    def measuring(self) -> "Images":
+        """Return the same images for prompts that are only counted: the encoder is not asked."""
+        ...
+
 
 class NoImages:
     """The images of a model that reads none."""
@@ -65,6 +70,9 @@ class NoImages:
 
     def add(self, file: ImageFile) -> Picture:
         raise UsageError(self._reason)
+
+    def measuring(self) -> "NoImages":
+        return self
 
 
 TEXT_ALONE = NoImages(
@@ -116,22 +124,56 @@ class Gallery:
         self._recent.append(picture)
         return picture
 
+    def measuring(self) -> "_Measured":
+        """See Images."""
+        return _Measured(self)
+
+    def measured(self, file: ImageFile, number: int) -> Picture:
+        """Return an image without its vectors. Reads its header alone. Raises UsageError."""
+        try:
+            written = self._reader.measure(ImageFile(_content(file), str(file)), self._words)
+        except (BadRecord, CheckpointError) as error:
+            raise UsageError(str(error)) from error
+        return self._picture(number, written, torch.empty(0))
+
     def _read(self, file: ImageFile, key: bytes) -> Picture:
         try:
             written, inputs = self._reader.read(file, self._words)
             vectors = self._encode(inputs, written.grid.tokens)
         except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        picture = Picture(
-            self._count, written, vectors, self._is_whole, self._reader.token, self._placeholder
-        )
+        picture = self._picture(self._count, written, vectors)
         self._count += 1
         self._known[key] = self._by_number[picture.number] = picture
         return picture
 
+    def _picture(self, number: int, written: Written, vectors: Tensor) -> Picture:
+        return Picture(
+            number, written, vectors, self._is_whole, self._reader.token, self._placeholder
+        )
+
     def picture(self, number: int) -> Picture:
         """Return an image that a request has."""
         return self._by_number[number]
+
+
+class _Measured:
+    """The images of prompts that are only counted, by the sizes in their headers."""
+
+    def __init__(self, gallery: Gallery) -> None:
+        self._gallery = gallery
+        self._count = 0
+
+    def load(self) -> None:
+        """Do nothing: the encoder is not asked."""
+
+    def add(self, file: ImageFile) -> Picture:
+        """Measure an image. Raises UsageError."""
+        self._count += 1
+        return self._gallery.measured(file, self._count)
+
+    def measuring(self) -> "_Measured":
+        return self
 
 
 def texts_of(pictures: Sequence[Picture]) -> ImageTexts:

@@ -76,16 +76,19 @@ class ImageReader:
 
         words: the texts of tokens, as `words_of` returns them. where: the image's record, for messages.
         """
-        size = file.size
-        try:
-            written = self._of_size(size, words)
-        except ValueError as error:
-            raise _refused(file, error) from error
+        size, written = file.size, self.measure(file, words)
         self._files.append(file)
         self._sizes.append(size)
         self._grids.append(written.grid)
         self._places.append(where)
         return len(self._files) - 1, written
+
+    def measure(self, file: ImageFile, words: Words) -> Written:
+        """Return the text of an image, without giving it a number. Reads its header alone. Raises as `add` does."""
+        try:
+            return self._of_size(file.size, words)
+        except ValueError as error:
+            raise _refused(file, error) from error
 
     def _write_size(self, size: tuple[int, int], words: Words) -> Written:
         """Return an image of a size, without its pixels. Raises UsageError, ValueError for a size that is refused."""

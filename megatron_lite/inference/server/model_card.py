@@ -4,6 +4,7 @@ from typing import Any
 
 from megaconv.planning.model_size import parameter_count
 from megatron_lite.data.tokenizer import has_chat_template
+from megatron_lite.inference.gallery import NoImages
 from megatron_lite.inference.generation_config import SAMPLED
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.sampling import PLAIN, Sampling
@@ -12,7 +13,8 @@ from megatron_lite.inference.sampling import PLAIN, Sampling
 def model_card(opened: Opened) -> dict[str, Any]:
     """Return the facts. Numbers of the size are texts for people.
 
-    `chat`: the tokenizer has a chat template. `sampling`: that of requests which state none, if it isn't OpenAI's.
+    `chat`: the tokenizer has a chat template. `images`: the model reads images in chats. `sampling`: that of requests which
+    state none, if it isn't OpenAI's.
     """
     config = opened.config
     facts = {
@@ -27,6 +29,7 @@ def model_card(opened: Opened) -> dict[str, Any]:
     return {
         **facts,
         "chat": has_chat_template(opened.tokenizer),
+        "images": not isinstance(opened.images, NoImages),
         "sampling": stated_sampling(opened.sampling),
     }
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from megaconv.commands.views.look import part
 
 POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
-"""The page's content security policy: it may only send requests to this server."""
+"""The page's content security policy: it may only send requests to this server, and show images that it has."""
 
 FILES = Path(__file__).with_name("chat")
 

@@ -492,3 +492,31 @@ def test_an_image_of_anthropics_form_needs_data(server: ForkedServing) -> None:
         assert status == 400
         assert "message 0" in found["error"]["message"]
         assert expected in found["error"]["message"]
+
+
+def test_tokens_are_counted_without_the_encoder(
+    qwen: Path, server: ForkedServing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the headers of the images. An answer counts the same."""
+    body = asked("/v1/messages", [uri(qwen, name) for name in ("0.png", "1.png", "0.png")])
+    status, answered = server.ask("/v1/messages", body)
+    assert status == 200, answered
+    _, counted = server.ask("/v1/messages/count_tokens", {"messages": body["messages"]})
+    assert counted == {"input_tokens": answered["usage"]["input_tokens"]}
+
+    gallery = opened_model(qwen / "hf").images
+    monkeypatch.setattr(gallery, "_load_encoder", lambda: pytest.fail("the encoder is loaded"))
+    one, other, same = (
+        gallery.measuring().add(ImageFile(qwen / "data" / name))
+        for name in ("0.png", "1.png", "0.png")
+    )
+    assert one.written == same.written != other.written
+    # What counts images knows none of them later.
+    assert not gallery._known  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="can't be read"):
+        gallery.measuring().add(ImageFile(qwen / "gone.png"))
+
+
+def test_the_list_of_models_says_whether_images_are_read(server: ForkedServing) -> None:
+    _, found = server.ask("/v1/models")
+    assert found["data"][0]["meta"]["images"] is True

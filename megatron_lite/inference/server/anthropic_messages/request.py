@@ -45,6 +45,7 @@ def read_message(fields: Fields, opened: Opened, name: str) -> tuple[Wanted, Mes
 def count_tokens(fields: Fields, opened: Opened, name: str) -> dict[str, int]:
     """Answer a request of /v1/messages/count_tokens. Raises Refused."""
     fields.any("max_tokens")
+    opened = replace(opened, images=opened.images.measuring())
     try:
         count = _wanted(fields, opened, name).prompt_tokens
     except NoRoom as refused:  # clients count to learn how much of a conversation fits

@@ -1,7 +1,8 @@
 // A conversation with the server's model. It lives in this page alone: nothing is stored, and requests go to this server only.
 const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "seed"];
 const SHORT = 64;
-let turns = [];      // {role, text, element}
+let turns = [];      // {role, text, images, element}
+let images = [];     // {name, uri}: of the next message
 let running = null;  // the request whose answer is arriving
 
 const headers = () => {
@@ -29,10 +30,10 @@ const loadModels = async () => {
   }
 };
 const showModel = () => {
-  const model = models.find(each => each.id === at("model").value) ?? models[0], { chat, sampling, ...facts } = model.meta;
+  const model = models.find(each => each.id === at("model").value) ?? models[0], { chat, images: readsImages, sampling, ...facts } = model.meta;
   at("title").textContent = document.title = model.id;
   at("facts").replaceChildren();
-  const rows = { ...facts, "longest row, tokens": model.max_model_len.toLocaleString("en"), "chat template": chat ? "yes" : "none" };
+  const rows = { ...facts, "longest row, tokens": model.max_model_len.toLocaleString("en"), "chat template": chat ? "yes" : "none", images: readsImages ? "yes" : "none" };
   if (model.parent) rows["adapter of"] = model.parent;
   for (const [name, value] of Object.entries(rows)) { make("dt", at("facts"), name); make("dd", at("facts"), value); }
   at("max_tokens").max = model.max_model_len;
@@ -43,17 +44,54 @@ const showModel = () => {
 const showMode = () => {
   const chat = at("mode").value === "chat";
   at("system-label").hidden = !chat;
+  at("add").hidden = !takesImages();
   at("prompt").placeholder = chat ? "Message" : "A text that the model continues";
+};
+
+// The images of the next message: chosen, pasted or dropped. They are data URIs, so that requests can have them.
+const takesImages = () => at("mode").value === "chat" && models.some(each => each.meta.images);
+const showImages = () => {
+  at("images").replaceChildren();
+  for (const image of images) {
+    const remove = make("button", at("images"));
+    remove.type = "button";
+    remove.title = `Take out ${image.name}`;
+    remove.onclick = () => { images = images.filter(each => each !== image); showImages(); };
+    showImage(remove, image);
+  }
+  at("prompt").required = images.length === 0;
+};
+const showImage = (parent, image) => {
+  const element = make("img", parent);
+  element.src = image.uri;
+  element.alt = image.name;
+};
+const uriOf = file => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(file);
+});
+const addImages = async files => {
+  try {
+    for (const file of files) {
+      if (!file.type.startsWith("image/")) throw new Error(`${file.name} is no image`);
+      images.push({ name: file.name, uri: await uriOf(file) });
+    }
+    complain("");
+  } catch (error) { complain(error.message); }
+  showImages();
 };
 
 // What is on the screen.
 const NAMES = { user: "You", assistant: "Model" };
-const show = (role, text) => {
+const show = (role, text, shown = []) => {
   at("hint").hidden = true;
   const element = make("article", at("log"), undefined, role);
   make("h2", element, NAMES[role]);
+  for (const image of shown) showImage(element, image);
   make("p", element, text);
-  const turn = { role, text, element };
+  const turn = { role, text, images: shown, element };
   turns.push(turn);
   return turn;
 };
@@ -84,13 +122,20 @@ const finish = (turn, end, usage, seconds) => {
   footer.append(words.join(" · "));
 };
 
+// OpenAI's form of a message: its images come before its text.
+const messageOf = turn => {
+  const parts = turn.images.map(image => ({ type: "image_url", image_url: { url: image.uri } }));
+  if (turn.text) parts.push({ type: "text", text: turn.text });
+  return { role: turn.role, content: turn.images.length ? parts : turn.text };
+};
 const request = () => {
   const body = { model: at("model").value || undefined, stream: true, stream_options: { include_usage: true } };
   for (const name of NUMBERS) if (at(name).value !== "") body[name] = Number(at(name).value);
-  const asked = turns.filter(turn => turn.text);
+  const asked = turns.filter(turn => turn.text || turn.images.length);
   // Without a number, a chat's answer may fill the slot; a continued text ends soon.
+  if (at("mode").value === "text" && asked.some(turn => turn.images.length)) throw new Error("a continued text has no images: start a new chat");
   if (at("mode").value === "text") return ["v1/completions", { max_tokens: SHORT, ...body, prompt: asked.map(turn => turn.text).join("") }];
-  const messages = asked.map(turn => ({ role: turn.role, content: turn.text }));
+  const messages = asked.map(messageOf);
   if (at("system").value.trim()) messages.unshift({ role: "system", content: at("system").value });
   return ["v1/chat/completions", { ...body, messages }];
 };
@@ -107,13 +152,14 @@ async function* events(response) {
   }
 }
 const answer = async () => {
-  const mine = running = new AbortController(), [route, body] = request(), turn = show("assistant", "");
+  const mine = running = new AbortController(), turn = show("assistant", "");
   turn.element.classList.add("running");
   complain("");
   showButtons();
   const start = performance.now();
   let end = null, usage = null;
   try {
+    const [route, body] = request();
     const response = await fetch(route, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: mine.signal });
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
@@ -136,9 +182,11 @@ const answer = async () => {
 
 at("form").onsubmit = event => {
   event.preventDefault();
-  if (running || !at("prompt").value) return;
-  show("user", at("prompt").value);
+  if (running || !(at("prompt").value || images.length)) return;
+  show("user", at("prompt").value, images);
   at("prompt").value = "";
+  images = [];
+  showImages();
   at("log").scrollTop = at("log").scrollHeight;
   answer();
 };
@@ -146,6 +194,20 @@ at("prompt").onkeydown = event => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   at("form").requestSubmit();
+};
+at("add").onclick = () => at("files").click();
+at("files").onchange = () => { addImages([...at("files").files]); at("files").value = ""; };
+at("prompt").onpaste = event => {
+  const files = takesImages() ? [...event.clipboardData.files] : [];
+  if (!files.length) return;
+  event.preventDefault();
+  addImages(files);
+};
+at("form").ondragover = event => { if (takesImages()) event.preventDefault(); };
+at("form").ondrop = event => {
+  if (!takesImages() || !event.dataTransfer.files.length) return;
+  event.preventDefault();
+  addImages([...event.dataTransfer.files]);
 };
 at("stop").onclick = () => running?.abort();
 at("again").onclick = () => {
@@ -155,6 +217,8 @@ at("again").onclick = () => {
 at("new").onclick = () => {
   running?.abort();
   for (const turn of [...turns]) drop(turn);
+  images = [];
+  showImages();
   at("hint").hidden = false;
   complain("");
   showButtons();
