@@ -128,7 +128,7 @@ class Engine(RankComputation):
         groups = TensorGroups(grid.group("tp"), grid.group("etp"))
         self.optimizer = Optimizer(self.buckets, optimizer, groups)
         if optimizer.qk_clip is not None or optimizer.log_scores:
-            self._watch = ScoreWatch(self.chunks, grid.group("replicas"), grid.group("world"))
+            self._watch = ScoreWatch(self.chunks, grid)
 
     def train_step(
         self,

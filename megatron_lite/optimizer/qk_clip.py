@@ -27,6 +27,7 @@ from megatron_lite.models.mixers.latent_attention import LatentAttention
 from megatron_lite.models.mixers.self_attention import SelfAttention
 from megatron_lite.models.passes import LargestScores
 from megatron_lite.parallel import comm
+from megatron_lite.parallel.grid import Grid
 from megatron_lite.settings.options import QkClip
 
 RowFactors = Mapping[tuple[int, str], Tensor]
@@ -61,12 +62,11 @@ class StepScores:
 class ScoreWatch:
     """Collects the scores of this rank's layers and heads."""
 
-    def __init__(
-        self, chunks: Sequence[nn.Module], replicas: comm.Group, world: comm.Group
-    ) -> None:
-        """replicas: the ranks that have other tokens of the same layers and heads."""
-        self._replicas, self._world = replicas, world
-        self._device = next(chunks[0].parameters()).device
+    def __init__(self, chunks: Sequence[nn.Module], grid: Grid) -> None:
+        """chunks: those of this rank. A stage may have no layers."""
+        self._replicas = grid.group("replicas")
+        """The ranks that have other tokens of the same layers and heads."""
+        self._world, self._device = grid.group("world"), grid.device
         self._attentions: list[_Attention] = []
         for index, chunk in enumerate(chunks):
             for path, module in chunk.named_modules():

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from megaconv.model.natives import NativeTensor
 from megaconv.planning.adapters import LayerAdapters
 from megatron_lite.models.lora.parameters import Sharding, adapter_parameters
-from megatron_lite.models.lora.shares import Share, Whole, shares_of
+from megatron_lite.models.lora.shares import (
+    Share,
+    Whole,
+    of_all_experts,
+    require_own,
+    shares_of,
+)
 from megatron_lite.models.lora.targets import is_target
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParameterInfo, adapter_info
@@ -50,6 +56,7 @@ def planned_adapters(
     sequence: bool,
 ) -> Iterator[PlannedAdapter]:
     """Yield the adapters of a chunk. infos: the chunk's own parameters. modules: modules_of the model."""
+    shared = of_all_experts(modules)
     for own in infos:
         path, _, last = own.name.rpartition(".")
         layer = _LAYER.match(own.name)
@@ -59,6 +66,7 @@ def planned_adapters(
         shares = tuple(share for share in possible if is_target(share.module, path, lora.targets))
         if not shares:
             continue
+        require_own(shares, shared)
         sharding = _sharding(own, shares)
         made = adapter_parameters(path, shares, sharding, lora.rank)
         found = [
@@ -69,7 +77,8 @@ def planned_adapters(
 
 def _takes_adapter(own: ParameterInfo) -> bool:
     return (
-        len(own.native.shape) == 2
+        own.is_matrix
+        and len(own.native.shape) == 2
         and own.kind not in (Kind.UNTRAINED, Kind.CONSTANT)
         and not own.name.endswith(_NEVER)
     )

@@ -13,7 +13,7 @@ from megaconv.model.natives import NativeTensor
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter
 from megatron_lite.models.lora.parameters import Sharding, adapter_parameters
-from megatron_lite.models.lora.shares import modules_of, shares_of
+from megatron_lite.models.lora.shares import modules_of, of_all_experts, require_own, shares_of
 from megatron_lite.models.lora.targets import is_target
 from megatron_lite.models.moe.experts import ExpertMatrix
 from megatron_lite.models.whole_linear import WholeLinear
@@ -42,6 +42,7 @@ def attach(
     Raises NotExpressible.
     """
     modules = modules_of(config)
+    shared = of_all_experts(modules)
     numbers = Counter[int]()
     for own in natives:
         path, _, last = own.name.rpartition(".")
@@ -56,6 +57,7 @@ def attach(
         shares = [share for share in possible if is_target(share.module, path, options.targets)]
         if not shares:
             continue
+        require_own(shares, shared)
         owner = chunk.get_submodule(layer[0])
         assert isinstance(owner, Layer)
         numbers[owner.layer] += 1

@@ -4,7 +4,9 @@ Each module has its own adapter, as in peft. So the trainer trains the same para
 loaded in any layout. The mapping follows from the family's table.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +17,8 @@ from megaconv.model.layout import Chunk, Layout
 from megaconv.model.naming import HF_STACKED
 from megaconv.model.natives import NativeTensor, Region, native_tensors
 from megaconv.model.regions import PLAIN
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Rows(NamedTuple):
@@ -145,6 +149,26 @@ def shares_of(native: NativeTensor, modules: Mapping[str, Whole]) -> tuple[Share
         Share(module, tuple(sorted(rows[name], key=_first_row)), columns[name])
         for name, module in known.items()
     )
+
+
+def of_all_experts(modules: Mapping[str, Whole]) -> frozenset[str]:
+    """Return the names of modules that hold the matrices of all experts as one (DBRX). modules: modules_of the model."""
+    experts: defaultdict[str, set[str]] = defaultdict(set)
+    for canonical, where in modules.items():
+        expert = _EXPERT.search(canonical)
+        if expert is not None:
+            experts[where.module.name].add(expert[1])
+    return frozenset(name for name, numbers in experts.items() if len(numbers) > 1)
+
+
+def require_own(shares: Iterable[Share], shared: Collection[str]) -> None:
+    """Raise NotExpressible if all experts of a layer would share an adapter. shared: of_all_experts of the model."""
+    for share in shares:
+        if share.module.name in shared:
+            raise NotExpressible(
+                f"{share.module.name} can't have an adapter: transformers has one matrix for all experts of a layer, and each expert "
+                "trains an adapter of its own here; name other matrices (--lora-targets)"
+            )
 
 
 def _first_row(run: Rows) -> int:

@@ -22,6 +22,8 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.lora.adapter import Adapter
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.parallel.small import Case as SmallCase
+from tests.trainer.parallel.small import make_engine as make_small
 from tests.trainer.parallel.worlds import World
 from tests.transformers_oracle import LFMS_3, MIXTURES, OWN_SIZES, VARIANTS, create
 
@@ -424,6 +426,19 @@ def test_a_forward_pass_does_not_go_through_the_rows_of_an_adapter() -> None:
     for adapter in adapters:
         adapter.rows = Unread()
     engine.train_step(batches(case, 1, engine), lr=1e-3)
+
+
+def test_an_adapter_that_all_experts_would_share_is_refused() -> None:
+    """transformers' DBRX has one matrix for all experts. Each expert trained a copy of A, and one copy was saved."""
+
+    def engine(*targets: str) -> Engine:
+        options = (("lora", LoRA(2, 4.0, targets)),)
+        return make_small(SmallCase("dbrx", options=options))
+
+    for targets in ("all-linear",), ("mlp.w1",), ("linear_fc2",):
+        with pytest.raises(NotExpressible, match="one matrix for all experts of a layer"):
+            engine(*targets)
+    assert all(engine("Wqkv", "out_proj").adapters)
 
 
 def test_unknown_targets_of_adapters_are_refused() -> None:

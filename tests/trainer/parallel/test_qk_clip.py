@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megaconv.model.layout import Layout
+from megatron_lite.checkpoint.weights import init_weights
+from megatron_lite.engine import Engine
 from megatron_lite.models import scores
 from megatron_lite.models.attention import attend
 from megatron_lite.models.batch import Microbatch
@@ -16,11 +18,12 @@ from megatron_lite.optimizer.qk_clip import rows_of_latent_keys, rows_of_latent_
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.grid import make_grid
-from megatron_lite.settings.options import QkClip
+from megatron_lite.settings.options import ModelOptions, OptimizerOptions, QkClip
 from tests.trainer.parallel.small import (
     FULL,
     MODELS,
     Case,
+    batches,
     make_engine,
     own_batches,
     train,
@@ -167,6 +170,24 @@ def test_heads_without_a_score_above_0_are_left_alone() -> None:
     found = rows_of_qkv(torch.tensor([-3.0, 0.0, 200.0]), 3, {"q": 1, "k": 1, "v": 1}, QkClip())
     assert found[:6].tolist() == [1.0] * 6
     assert found[6:].tolist() == pytest.approx([0.5**0.5, 0.5**0.5, 1.0])
+
+
+def largest_score(_rank: int, stage_layers: tuple[int, ...]) -> float | None:
+    layout = Layout(1, len(stage_layers), stage_layers=stage_layers)
+    grid = make_grid(layout, 1, CPU)
+    options = ModelOptions("float32", vocab_divisor=4)
+    engine = Engine(MODELS["llama"], grid, options, OptimizerOptions(log_scores=True))
+    init_weights(engine, std=0.1, seed=5)
+    found = engine.train_step(list(batches(Case("llama"), 0)), lr=0.0).largest_score
+    engine.finish()
+    grid.close()
+    return found
+
+
+def test_a_stage_without_layers_takes_part(world: World) -> None:
+    (expected,) = world.run(1, largest_score, (4,))
+    for found in world.run(3, largest_score, (2, 0, 2)):
+        assert found == pytest.approx(expected)
 
 
 def clipped(model: str, **more: Any) -> Case:

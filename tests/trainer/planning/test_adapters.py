@@ -2,6 +2,7 @@
 
 import pytest
 
+from megaconv.errors import NotExpressible
 from megaconv.planning.activations import activations
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.stages import Described
@@ -9,7 +10,7 @@ from megatron_lite.settings.options import LoRA, Recompute
 from tests.trainer.parallel.worlds import World
 from tests.trainer.planning.recorded import MODELS, Planned, bytes_of_a_pass, make_engine
 
-DECODERS = [name for name, config in MODELS.items() if config.family not in ("bert", "t5")]
+DECODERS = [name for name, config in MODELS.items() if config.family not in ("bert", "t5", "dbrx")]
 ALL = LoRA(4, 8.0)
 QUERIES_AND_VALUES = LoRA(4, 8.0, ("q_proj", "v_proj"))
 Facts = tuple[object, ...]
@@ -40,6 +41,13 @@ def test_adapters_are_those_that_the_trainer_adds(model: str) -> None:
     found = of_plan(planned.described())
     assert found
     assert (0, found) == made(0, planned)
+
+
+def test_an_adapter_that_all_experts_would_share_is_refused_as_in_the_trainer() -> None:
+    with pytest.raises(NotExpressible, match="one matrix for all experts of a layer"):
+        of_plan(Planned("dbrx", lora=ALL).described())
+    planned = Planned("dbrx", lora=LoRA(4, 8.0, ("Wqkv", "out_proj")))
+    assert (0, of_plan(planned.described())) == made(0, planned)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "mixture", "deepseek_v3", "falcon h1", "kimi"])
