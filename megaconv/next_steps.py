@@ -165,14 +165,18 @@ def _file(path: Path, is_checkpoint: Callable[[Path], bool]) -> CheckpointError 
             f"{path}: is one file of a checkpoint; give the directory that holds all of it: {directory}"
         )
     known = _directory(path.parent, is_checkpoint, below=False)
+    if known is not None:
+        of_directory = f"{path.parent}: "
+        said = str(known)
+        if not said.startswith(of_directory):  # it is about another file
+            return known
+        return type(known)(f"{path}: is a file; its directory {said.removeprefix(of_directory)}")
     step = (
         "; a configuration of any name is taken by --loader config"
         if path.suffix == ".json"
         else ""
     )
-    return known or UnknownFormat(
-        f"{path}: is a file, where the directory of a checkpoint should be{step}"
-    )
+    return UnknownFormat(f"{path}: is a file, where the directory of a checkpoint should be{step}")
 
 
 def _directory(

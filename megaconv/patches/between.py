@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from formats.opened import OpenedFiles
+from formats.stores.addresses import is_store
 from megaconv.commands.comparison import find_both, open_both, source_checks
 from megaconv.engine.lineage import lineage_of_patch, patched_places
 from megaconv.engine.outputs import output_at
@@ -57,7 +58,7 @@ def make_between(
     workers = options.workers or default_workers(writing=False)
     if sparse is not None:
         watcher.expect(2 * nbytes)
-        return make_sparse(
+        update = make_sparse(
             left,
             right,
             staging,
@@ -66,8 +67,9 @@ def make_between(
             advance=watcher.advance,
             checks=checks,
         )
+        return _placed(update, save_dir)
     watcher.expect(nbytes)
-    return make_patch(
+    patch = make_patch(
         left,
         right,
         staging,
@@ -79,6 +81,12 @@ def make_between(
         lineage=lineage_of_patch(*inputs),
         checks=checks,
     )
+    return _placed(patch, save_dir)
+
+
+def _placed(report: PatchReport, save_dir: str | Path) -> PatchReport:
+    """Return the report with the target as the caller wrote it, as in the reports of conversions."""
+    return replace(report, target=str(save_dir) if is_store(str(save_dir)) else Path(save_dir))
 
 
 def _require_kept(

@@ -35,12 +35,12 @@ class ServingMemory:
     """Memory of CUDA and NCCL."""
 
     @property
-    def total(self) -> float:
+    def total(self) -> int:
         return sum(self.parts().values())
 
-    def parts(self) -> dict[str, float]:
-        """Return the parts by name."""
-        return {part.name: float(getattr(self, part.name)) for part in fields(self)}
+    def parts(self) -> dict[str, int]:
+        """Return the parts by name, in whole bytes."""
+        return {part.name: int(getattr(self, part.name)) for part in fields(self)}
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,13 @@ def one_rank(path: Path) -> Path:
     return next(shutil.copytree(CORE / "checkpoint", path).rglob("mp_rank_00_000"))
 
 
+def a_file_beside_weights(path: Path) -> Path:
+    path.mkdir()
+    (path / "statistics.safetensors").touch()
+    (path / "notes.jsonl").write_text("{}")
+    return path / "notes.jsonl"
+
+
 def rank_file(path: Path) -> Path:
     return one_rank(path) / "model_optim_rng.pt"
 
@@ -138,6 +145,10 @@ def test_an_error_about_many_checkpoints_below_lists_some_and_counts_the_rest(
         (
             a_file("notes.txt", b"hello"),
             ["notes.txt: is a file, where the directory of a checkpoint should be"],
+        ),
+        (
+            a_file_beside_weights,
+            ["notes.jsonl: is a file; its directory has weights (statistics.safetensors)"],
         ),
         (touch("notes.txt"), ["not a checkpoint of a known format"]),
     ],

@@ -213,6 +213,7 @@ def test_adapters_alone_fit_where_training_does_not(llama: Path) -> None:
 
 def test_a_server_is_planned_with_its_times_its_memory_and_its_flags(llama: Path) -> None:
     found = planned(llama, "--for", "infer", "--gpus", 4, "--seq-length", 2048)
+    assert all(type(size) is int for one in found for size in one["memory"].values())
     assert {"tp", "pp", "vpp", "ep", "etp", "cp", "dp"} <= set(found[0])
     rates = [one["tokens_per_second"] for one in found]
     assert rates == sorted(rates, reverse=True)

@@ -190,6 +190,15 @@ def test_a_patch_is_an_input_of_every_command(old: Path, tmp_path: Path) -> None
     assert_refused(run("fingerprint", tmp_path / "patch"), 2, "--option base=OLD")
 
 
+def test_the_target_in_the_report_is_as_it_was_given(
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = trained(old, tmp_path / "new")
+    monkeypatch.chdir(tmp_path)
+    assert make(old, new, Path("patch"))["target"] == "patch"
+    assert make(old, new, Path("update"), "--sparse", "vllm")["target"] == "update"
+
+
 def test_scan_finds_no_fault_in_a_patch(old: Path, tmp_path: Path) -> None:
     make(old, trained(old, tmp_path / "new"), tmp_path / "patch")
     outcome = run("scan", tmp_path / "patch")
