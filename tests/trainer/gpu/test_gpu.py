@@ -158,17 +158,34 @@ def test_a_command_learns_from_images_as_on_a_cpu(kind: str, tmp_path: Path) -> 
     torch.backends.cuda.matmul.allow_tf32 = False
     create(kind, tmp_path / "hf")
     write_chats(tmp_path)
+    found, expected = _learned_from_images(tmp_path, "chats.jsonl --seq-length 96")
+    assert len(found) == 5
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_a_command_learns_from_pairs_with_images_as_on_a_cpu(kind: str, tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # Here, as it needs pillow: without that package all tests of this file would be skipped.
+    from tests.trainer.loop.test_image_pair_runs import make
+
+    make(kind, tmp_path)
+    found, expected = _learned_from_images(tmp_path, "data/pairs.jsonl --dpo --seq-length 192")
+    assert len(found) == 5
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def _learned_from_images(directory: Path, data: str) -> list[list[float]]:
+    """The losses of a run on the GPU and of one on the CPU."""
     words = (
-        f"finetune --load {tmp_path}/hf --finetune-data {tmp_path}/chats.jsonl --fp32 --seq-length 96 --micro-batch-size 2 "
-        "--global-batch-size 4 --train-iters 5 --lr 1e-3 --log-interval 1 --metrics-file metrics.jsonl"
+        f"finetune --load {directory}/hf --finetune-data {directory}/{data} --fp32 --micro-batch-size 2 --global-batch-size 4 "
+        "--train-iters 5 --lr 1e-3 --log-interval 1 --metrics-file metrics.jsonl"
     )
     runs = []
     for name, more in (("gpu", ""), ("cpu", "--distributed-backend gloo")):
-        train(tmp_path / name, 1, f"{words} {more}")
-        runs.append([line["loss"] for line in metrics(tmp_path / name) if "loss" in line])
-    found, expected = runs
-    assert len(found) == 5
-    assert found == pytest.approx(expected, rel=1e-3)
+        train(directory / name, 1, f"{words} {more}")
+        runs.append([line["loss"] for line in metrics(directory / name) if "loss" in line])
+    return runs
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "llava"])
