@@ -286,6 +286,17 @@ def test_the_counted_operations_have_to_be_possible(tmp_path: Path) -> None:
         assert "num_floating_point_operations_so_far should be from 0 to" in outcome.err
 
 
+@pytest.mark.parametrize("name", ["consumed_train_samples", "consumed_valid_samples"])
+def test_the_consumed_samples_have_to_be_a_number(tmp_path: Path, name: str) -> None:
+    source = trained_run(tmp_path, **{name: "80"})
+    refusal = f"{name} should be a number of samples, found '80'"
+    for command in (("inspect", source), ("convert", source, tmp_path / "out")):
+        outcome = run(*command)
+        assert outcome.status == 3
+        assert refusal in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_every_argument_that_a_conversion_decides_is_one_of_megatron() -> None:
     known = READ.union(REFUSED, *HARMLESS.values())
     decided = [name for names in OF_OUTPUT.values() for name in names]

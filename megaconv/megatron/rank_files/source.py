@@ -313,8 +313,8 @@ def _training(source: RankSource) -> TrainingState:
     return TrainingState(
         iteration if isinstance(iteration, int) else None,
         release=listing.iteration is None and listing.directory.name == rank_files.RELEASE,
-        consumed_train_samples=getattr(args, "consumed_train_samples", None) or 0,
-        consumed_valid_samples=getattr(args, "consumed_valid_samples", None) or 0,
+        consumed_train_samples=_samples(args, "consumed_train_samples"),
+        consumed_valid_samples=_samples(args, "consumed_valid_samples"),
         floating_point_operations=operations if isinstance(operations, (int, float)) else 0,
         optimizer=source.dist.describe() if source.dist else describe_optimizer(source.ranks),
         scheduler=read_scheduler(source.dist.common if source.dist else source.state),
@@ -325,6 +325,16 @@ def _training(source: RankSource) -> TrainingState:
         },
         arguments=plain_arguments(run),
     )
+
+
+def _samples(args: Namespace, name: str) -> Any:
+    """A count of samples; 0 if it is missing. Raises CorruptCheckpoint unless it is a number."""
+    count = getattr(args, name, None) or 0
+    if type(count) not in (int, float):
+        raise CorruptCheckpoint(
+            f"the checkpoint's {name} should be a number of samples, found {count!r:.100}"
+        )
+    return count
 
 
 def _place(
