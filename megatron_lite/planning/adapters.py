@@ -66,7 +66,7 @@ def planned_adapters(
         shares = tuple(share for share in possible if is_target(share.module, path, lora.targets))
         if not shares:
             continue
-        require_own(shares, shared)
+        require_own(shares, shared, trains=True)
         sharding = _sharding(own, shares)
         made = adapter_parameters(path, shares, sharding, lora.rank)
         found = [

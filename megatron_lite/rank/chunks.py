@@ -97,7 +97,8 @@ def _attach_adapters(
     ranks = plan.ranks
     natives = [info.native for info in infos]
     with torch.device("meta"):
-        made = list(attach(module, natives, plan.config, lora, ranks))
+        trains = plan.options.trains
+        made = list(attach(module, natives, plan.config, lora, ranks, trains=trains))
     found = []
     for native, kind in made:
         info = adapter_info(index, native, kind, ranks.size, sequence=ranks.sequence)

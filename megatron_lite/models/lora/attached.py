@@ -34,11 +34,13 @@ def attach(
     config: ModelConfig,
     options: LoRA,
     ranks: TensorGroup,
+    *,
+    trains: bool,
 ) -> Iterator[tuple[NativeTensor, Kind]]:
     """Add adapters to the matrices of a chunk, and yield their parameters in the order of a forward pass.
 
     chunk: on the meta device, like the new parameters. natives: the chunk's own parameters, in the order of a forward
-    pass.
+    pass. trains: whether the adapters are trained.
     Raises NotExpressible.
     """
     modules = modules_of(config)
@@ -57,7 +59,7 @@ def attach(
         shares = [share for share in possible if is_target(share.module, path, options.targets)]
         if not shares:
             continue
-        require_own(shares, shared)
+        require_own(shares, shared, trains=trains)
         owner = chunk.get_submodule(layer[0])
         assert isinstance(owner, Layer)
         numbers[owner.layer] += 1

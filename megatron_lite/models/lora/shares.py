@@ -161,13 +161,17 @@ def of_all_experts(modules: Mapping[str, Whole]) -> frozenset[str]:
     return frozenset(name for name, numbers in experts.items() if len(numbers) > 1)
 
 
-def require_own(shares: Iterable[Share], shared: Collection[str]) -> None:
-    """Raise NotExpressible if all experts of a layer would share an adapter. shared: of_all_experts of the model."""
+def require_own(shares: Iterable[Share], shared: Collection[str], *, trains: bool) -> None:
+    """Raise NotExpressible if all experts of a layer would share an adapter. shared: of_all_experts of the model.
+
+    Without training, each expert computes with a copy of the adapter, unless the matrix is a stack (Aria).
+    """
     for share in shares:
-        if share.module.name in shared:
+        is_stack = share.module.expert is not None
+        if share.module.name in shared and (trains or is_stack):
             raise NotExpressible(
                 f"{share.module.name} can't have an adapter: transformers has one matrix for all experts of a layer, and each expert "
-                "trains an adapter of its own here; name other matrices (--lora-targets)"
+                "has an adapter of its own here; name other matrices (--lora-targets)"
             )
 
 

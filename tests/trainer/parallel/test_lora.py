@@ -431,14 +431,15 @@ def test_a_forward_pass_does_not_go_through_the_rows_of_an_adapter() -> None:
 def test_an_adapter_that_all_experts_would_share_is_refused() -> None:
     """transformers' DBRX has one matrix for all experts. Each expert trained a copy of A, and one copy was saved."""
 
-    def engine(*targets: str) -> Engine:
-        options = (("lora", LoRA(2, 4.0, targets)),)
+    def engine(*targets: str, trains: bool = True) -> Engine:
+        options = (("lora", LoRA(2, 4.0, targets)), ("trains", trains))
         return make_small(SmallCase("dbrx", options=options))
 
     for targets in ("all-linear",), ("mlp.w1",), ("linear_fc2",):
         with pytest.raises(NotExpressible, match="one matrix for all experts of a layer"):
             engine(*targets)
     assert all(engine("Wqkv", "out_proj").adapters)
+    assert all(engine("mlp.w1", trains=False).adapters)
 
 
 def test_unknown_targets_of_adapters_are_refused() -> None:
