@@ -193,6 +193,8 @@ def open_engine(
     if given.dtype:
         dtype = _TORCH[given.dtype]
     length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
+    if not place.rank:
+        _warn_of_length(length, config)
     tensors = {key.name: tensor for key, tensor in start.tensors.items()}
     described = changed(config, {"dtype": dtype})
     if given.stream_weights:
@@ -225,6 +227,17 @@ def _start(load: str, merged: Sequence[AdapterChoice]) -> Start:
     source = adapted(OpenedSource(start.header, start.tensors), merged)
     header = source.header
     return replace(start, header=header, tensors=dict(source.tensors()), files=header.files)
+
+
+def _warn_of_length(length: int, config: ModelConfig) -> None:
+    """Print a warning of rows that are longer than those for which the model was made."""
+    most = config.max_positions
+    if config.positions.kind == "rope" and length > most:
+        show(
+            f"megatron-lite: warning: --max-length {length} exceeds the model's {most} positions: "
+            "the positions beyond are extrapolated",
+            sys.stderr,
+        )
 
 
 def _warn_of_other_bases(adapters: Sequence[NamedAdapter], load: str, config: ModelConfig) -> None:

@@ -93,7 +93,12 @@ def parser(*, needs_model: bool = True) -> Parser:
         help="so many examples of each task, or this part of them",
     )
     add("--apply-chat-template", action="store_true", help="prompts as messages of a user")
-    made.add_argument("--output", type=local_word, metavar="FILE", help="results as JSON")
+    made.add_argument(
+        "--output",
+        type=local_word,
+        metavar="FILE",
+        help="results as JSON; - for standard output, without the table",
+    )
     return made
 
 

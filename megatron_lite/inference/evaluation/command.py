@@ -11,7 +11,7 @@ from megaconv.terminal import show
 from megatron_lite.data.recipes.documents import Reader
 from megatron_lite.inference.evaluation import corpus, retro, zeroshot
 from megatron_lite.inference.evaluation.random_windows import sampled_perplexity
-from megatron_lite.inference.evaluation.tables import evaluate_toxicity, report
+from megatron_lite.inference.evaluation.tables import check_output, evaluate_toxicity, report
 from megatron_lite.inference.opening import Opened, run
 
 BATCHES = 100
@@ -21,6 +21,7 @@ BATCHES = 100
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
     _check(given)
+    check_output(given.output)
     given.sources = corpus.find_sources(given.corpus)
     run(given, lambda opened: _use(opened, given))
 
@@ -109,7 +110,7 @@ def _window_length(opened: Opened, given: argparse.Namespace) -> int:
         raise UsageError(
             f"--seq-length {length}: the model has only {most} positions; take {most} or less"
         )
-    if kind == "rope" and length > most:
+    if kind == "rope" and length > most and given.seq_length is not None:
         show(
             f"megatron-lite: warning: windows of {length} tokens exceed the model's {most} positions: "
             "the positions beyond are extrapolated",

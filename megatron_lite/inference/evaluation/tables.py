@@ -21,16 +21,27 @@ def evaluate_toxicity(given: argparse.Namespace) -> Results:
 
 
 def report(results: Results, model: str | None, output: str | None) -> None:
-    """Print the results and write them to `output`. Raises UsageError if it can't be written."""
+    """Print the results and write them to `output`. Raises UsageError if it can't be written.
+
+    With `-`, standard output has the JSON alone, so that a program can read it.
+    """
     if output == "-":
         print(_as_json(results, model))
-    elif output:
+        return
+    for line in table(results):
+        show(line)
+    if output:
         try:
             Path(output).write_text(_as_json(results, model) + "\n", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{output}: can't be written: {error.strerror}") from error
-    for line in table(results):
-        show(line)
+
+
+def check_output(output: str | None) -> None:
+    """Raise UsageError before a measurement whose results would have no place."""
+    directory = Path(output or ".").parent
+    if not directory.is_dir():
+        raise UsageError(f"--output {output}: there is no directory {directory}")
 
 
 def _as_json(results: Results, model: str | None) -> str:

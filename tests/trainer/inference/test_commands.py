@@ -131,6 +131,19 @@ def test_a_byte_order_mark_is_no_part_of_the_input(
     assert json.loads(capfd.readouterr().out)["tokens"]
 
 
+@pytest.mark.parametrize("command", ["generate MODEL Hello", "evaluate MODEL --corpus TEXT"])
+def test_rows_beyond_the_positions_of_rope_get_one_warning(
+    model: tuple[Path, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "text.txt").write_text("Hello you")
+    places = {"MODEL": str(model[0]), "TEXT": str(tmp_path / "text.txt")}
+    words = [places.get(word, word) for word in command.split()]
+    for length, count in ((96, 0), (97, 1)):
+        assert run(*words, "--max-length", length) == 0
+        warning = f"--max-length {length} exceeds the model's 96 positions"
+        assert capfd.readouterr().err.count(warning) == count
+
+
 def test_generate_prints_beams(model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]) -> None:
     directory, theirs = model
     assert run("generate", "--load", directory, "Hello", "--max-new-tokens", 6, "--beams", 3) == 0
@@ -384,6 +397,10 @@ def test_ranks_started_together_generate_what_one_does(
         (["score", "--load", "MODEL", "--input", "BAD", "--output", "KEPT"], "line 2"),
         (["score", "--load", "MODEL", "--input", "nowhere", "--output", "KEPT"], "nowhere"),
         (["generate", "--load", "nowhere", "x"], "nowhere"),
+        (
+            ["evaluate", "--load", "nowhere", "--corpus", "WIKI", "--output", "nowhere/x"],
+            "--output nowhere/x: there is no directory nowhere",
+        ),
         (["generate", "--load", "MODEL", "--prompts-file", "missing.txt"], "missing.txt"),
         (["generate"], "MODEL is missing"),
         (

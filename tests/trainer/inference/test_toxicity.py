@@ -49,6 +49,22 @@ def test_measures_are_those_of_numpy(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "toxicity_probability" in capsys.readouterr().out
 
 
+def test_standard_output_has_the_json_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{write(tmp_path)} --output -") == 0
+    assert "toxicity" in json.loads(capsys.readouterr().out)["results"]
+
+
+def test_results_that_have_no_place_are_printed_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(f"{write(tmp_path)} --output {tmp_path}") == 2
+    out, err = capsys.readouterr()
+    assert "toxicity_probability" in out
+    assert f"{tmp_path}: can't be written" in err
+
+
 def test_continuations_of_other_prompts_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
