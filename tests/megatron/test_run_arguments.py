@@ -290,7 +290,8 @@ def test_the_counted_operations_have_to_be_possible(tmp_path: Path) -> None:
 def test_the_consumed_samples_have_to_be_a_number(tmp_path: Path, name: str) -> None:
     source = trained_run(tmp_path, **{name: "80"})
     refusal = f"{name} should be a number of samples, found '80'"
-    for command in (("inspect", source), ("convert", source, tmp_path / "out")):
+    convert = ("convert", source, tmp_path / "out", "--saver", "hf")
+    for command in (("inspect", source), convert):
         outcome = run(*command)
         assert outcome.status == 3
         assert refusal in outcome.err
