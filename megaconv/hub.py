@@ -16,7 +16,7 @@ from typing import Any
 from formats.regular_files import read_small
 from megaconv import hub_headers
 from megaconv.errors import CheckpointError, UnknownFormat, UsageError
-from megaconv.local_paths import local_path
+from megaconv.local_paths import UNEXPANDED, is_unexpanded, local_path
 from megaconv.store_inputs import is_store, stand_in
 
 Place = Path | str
@@ -171,14 +171,6 @@ def nothing_at(path: Path) -> UsageError:
     similar = _similar(path)
     where += f"; did you mean {similar}?" if similar else ""
     return UsageError(f"{path}: no such file or directory{where}", code="no-such-input")
-
-
-UNEXPANDED = "~ is for a shell to expand, which it doesn't behind = or in quotes"
-
-
-def is_unexpanded(path: str | Path) -> bool:
-    """True if a path begins with `~`. megaconv treats `~` as an ordinary name; only a shell expands it."""
-    return Path(path).parts[:1] == ("~",)
 
 
 def _of_page(place: str) -> str:

@@ -21,7 +21,8 @@ _PAGE = b"<!doctype html"
 
 def local_path(place: str | Path) -> Path:
     """The place as a Path. Raises UsageError for a URI."""
-    return Path(local_word(str(place)))
+    _refuse_uri(str(place))
+    return Path(place)
 
 
 def require_place(option: str, file: Path) -> None:
@@ -49,12 +50,29 @@ def _is_page(file: Path) -> bool:
         return opened.read(len(_PAGE)).lower() == _PAGE
 
 
+UNEXPANDED = "~ is for a shell to expand, which it doesn't behind = or in quotes"
+
+
+def is_unexpanded(path: str | Path) -> bool:
+    """True if a path begins with `~`. megaconv treats `~` as an ordinary name; only a shell expands it."""
+    return Path(path).parts[:1] == ("~",)
+
+
 def local_word(word: str) -> str:
-    """The word unchanged: a path, or another value that must not be a URI. Raises UsageError for a URI."""
+    """The word unchanged: a path, or another value that must not be a URI.
+
+    Raises UsageError for a URI, and for a `~` that would name a directory of this name in the working directory.
+    """
+    _refuse_uri(word)
+    if is_unexpanded(word) and not Path(word).exists():
+        raise UsageError(f"{word}: {UNEXPANDED}; give the path in full")
+    return word
+
+
+def _refuse_uri(word: str) -> None:
     match = _URI.match(word)
     if match is not None:
         remedy = _REMEDIES.get(
             match[1], f"mount {match[1]}:// as a directory, or copy it from or to one"
         )
         raise UsageError(f"{word}: is a URI, and only a local path can be given here; {remedy}")
-    return word

@@ -8,8 +8,7 @@ from formats.partial_files import displayed
 from formats.stores.addresses import is_store
 from megaconv import registry
 from megaconv.errors import CheckpointError, TargetExists, UsageError
-from megaconv.hub import UNEXPANDED, is_unexpanded
-from megaconv.local_paths import local_path
+from megaconv.local_paths import UNEXPANDED, is_unexpanded, local_path
 from megaconv.store_inputs import stand_in
 
 

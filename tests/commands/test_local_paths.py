@@ -190,3 +190,16 @@ def test_a_uri_in_a_file_of_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("save: msc://bucket/run\n")
     with pytest.raises(UsageError, match="msc://bucket/run: is a URI"):
         parse("pretrain", ["--yaml-cfg", str(tmp_path / "run.yaml")])
+
+
+def test_a_home_that_no_shell_expanded_is_refused_for_outputs_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = "^~/run: ~ is for a shell to expand"
+    with pytest.raises(UsageError, match=message):
+        local_word("~/run")
+    with pytest.raises(UsageError, match=message):
+        make_settings({"save": "~/run"})
+    (tmp_path / "~" / "run").mkdir(parents=True)
+    assert local_word("~/run") == "~/run"
