@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Protocol
@@ -18,6 +18,7 @@ from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.reader import ImageReader, Inputs
 from megatron_lite.data.images.written import Words, Written
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.image_tokens import tokens_of
 
 Encode = Callable[[Inputs, int], Tensor]
@@ -41,6 +42,21 @@ class Picture:
     """The token of the vocabulary that stands for each of its parts."""
     placeholder: str
     """The text that a chat template writes for it."""
+
+
+def unencoded(reader: ImageReader, words: Words, number: int, written: Written) -> Picture:
+    """Return an image without its vectors. words: the texts of its tokens."""
+    kind = reader.require_kind()
+    is_whole = kind.joint(reader.config) is not Joint.NOWHERE
+    return Picture(number, written, torch.empty(0), is_whole, reader.token, kind.placeholder(words))
+
+
+def words_of(reader: ImageReader, tokenizer: HuggingFaceTokenizer) -> Words:
+    """Return the texts of the tokens of images. Raises NotExpressible."""
+    inner = tokenizer.inner
+    return reader.require_kind().words_of(
+        reader.config, lambda token: str(inner.convert_ids_to_tokens(token))
+    )
 
 
 class Images(Protocol):
@@ -100,9 +116,6 @@ class Gallery:
     ) -> None:
         """words: the texts of its tokens. load_encoder: called for the first image, or by `load`."""
         self._reader, self._words, self._load_encoder = reader, words, load_encoder
-        kind = reader.require_kind()
-        self._placeholder = kind.placeholder(words)
-        self._is_whole = kind.joint(reader.config) is not Joint.NOWHERE
         self._known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
         self._by_number: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._recent: deque[Picture] = deque(maxlen=_RECENT)
@@ -134,7 +147,7 @@ class Gallery:
             written = self._reader.measure(ImageFile(_content(file), str(file)), self._words)
         except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        return self._picture(number, written, torch.empty(0))
+        return unencoded(self._reader, self._words, number, written)
 
     def _read(self, file: ImageFile, key: bytes) -> Picture:
         try:
@@ -142,15 +155,11 @@ class Gallery:
             vectors = self._encode(inputs, written.grid.tokens)
         except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        picture = self._picture(self._count, written, vectors)
+        measured = unencoded(self._reader, self._words, self._count, written)
+        picture = replace(measured, vectors=vectors)
         self._count += 1
         self._known[key] = self._by_number[picture.number] = picture
         return picture
-
-    def _picture(self, number: int, written: Written, vectors: Tensor) -> Picture:
-        return Picture(
-            number, written, vectors, self._is_whole, self._reader.token, self._placeholder
-        )
 
     def picture(self, number: int) -> Picture:
         """Return an image that a request has."""

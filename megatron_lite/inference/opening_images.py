@@ -9,9 +9,16 @@ from formats.errors import CheckpointError, CorruptCheckpoint
 from megaconv.errors import UsageError
 from megatron_lite.data.images.reader import ImageReader, Inputs
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
-from megatron_lite.inference.gallery import TEXT_ALONE, Encode, Gallery, Images, NoImages
+from megatron_lite.inference.gallery import (
+    TEXT_ALONE,
+    Encode,
+    Gallery,
+    Images,
+    NoImages,
+    words_of,
+)
 from megatron_lite.inference.model import EngineModel
-from megatron_lite.inference.shown_images import ShownImages, Traits
+from megatron_lite.inference.shown_images import ShownImages, traits_of
 from megatron_lite.objectives.image_encoder import ImageEncoder
 from megatron_lite.objectives.image_feeder import (
     axes_tensor,
@@ -38,22 +45,11 @@ def _opened(reader: ImageReader, model: EngineModel, tokenizer: Tokenizer) -> Ga
     """Let the model read images. Raises CheckpointError."""
     require_same_width(reader, model.engine.config)
     assert isinstance(tokenizer, HuggingFaceTokenizer), "others have no chat template"
-    inner = tokenizer.inner
-    words = reader.require_kind().words_of(
-        reader.config, lambda token: str(inner.convert_ids_to_tokens(token))
-    )
-    gallery = Gallery(reader, words, lambda: _encoder(reader, model))
-    model.images = ShownImages(gallery, model.engine, model.length, _traits(reader, model))
+    gallery = Gallery(reader, words_of(reader, tokenizer), lambda: _encoder(reader, model))
+    axes = axes_tensor(reader, model.engine.config)
+    traits = traits_of(reader, None if axes is None else axes.to(model.grid.device))
+    model.images = ShownImages(gallery, model.engine, model.length, traits)
     return gallery
-
-
-def _traits(reader: ImageReader, model: EngineModel) -> Traits:
-    kind, axes = reader.require_kind(), axes_tensor(reader, model.engine.config)
-    return Traits(
-        None if axes is None else axes.to(model.grid.device),
-        kind.stand_in(reader.config) or 0,
-        kind.joint(reader.config),
-    )
 
 
 def _encoder(reader: ImageReader, model: EngineModel) -> Encode:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.positions import patches
+from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.images.written import Grid
 from megatron_lite.engine import Engine
-from megatron_lite.inference.gallery import Gallery
+from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.image_tokens import FIRST, images_of, place_of
 from megatron_lite.inference.slots import Feed
 from megatron_lite.inference.turns import Turn, send
@@ -59,6 +60,20 @@ class Traits(NamedTuple):
     joint: Joint
 
 
+def traits_of(reader: ImageReader, axes_of_pairs: Tensor | None) -> Traits:
+    """Return the traits of a model. axes_of_pairs: see Traits."""
+    kind = reader.require_kind()
+    return Traits(axes_of_pairs, kind.stand_in(reader.config) or 0, kind.joint(reader.config))
+
+
+class Pictured(Protocol):
+    """The images of requests."""
+
+    def picture(self, number: int) -> Picture:
+        """Return an image with its vectors. Called on rank 0."""
+        ...
+
+
 class _Image(NamedTuple):
     patches: NDArray[np.int64]
     """[tokens, 3]: frame, row and column of each part."""
@@ -69,7 +84,7 @@ class _Image(NamedTuple):
 class ShownImages:
     """The images of one rank. All ranks get the same ones, in the same order."""
 
-    def __init__(self, gallery: Gallery, engine: Engine, length: int, traits: Traits) -> None:
+    def __init__(self, gallery: Pictured, engine: Engine, length: int, traits: Traits) -> None:
         """length: of the longest row."""
         self._gallery, self._traits = gallery, traits
         self._grid, self._device = engine.grid, engine.grid.device

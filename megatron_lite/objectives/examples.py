@@ -89,6 +89,14 @@ class ExampleData(TrainingData):
         """See TrainingData."""
         return len(self.train.tokens)
 
+    @property
+    def reader(self) -> ImageReader | None:
+        """The reader of the images; None if there are none."""
+        for examples in (self.train, self.valid):
+            if examples is not None and examples.images is not None and examples.images.placed:
+                return examples.images.reader
+        return None
+
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
     ) -> tuple[Settings, "ExampleData"]:

@@ -20,20 +20,22 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.moving import moved
 from megatron_lite.models.pictures import Pictures, joint_of
 from megatron_lite.models.trainable import rotated_width
-from megatron_lite.objectives.examples import ExampleData
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_encoder import Features, ImageEncoder, deepest
-from megatron_lite.objectives.training_data import Setup, TrainingData
+from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.config import Settings
 
+PLACES = "places"
+"""Name of an array, bool [..., sequence]: the tokens of images. Without it, all tokens of that kind are."""
 
-def with_encoder(plain: Feeder, engine: Engine, data: TrainingData, setup: Setup) -> Feeder:
-    """Return a feeder of the same microbatches with their images. Without images in the data, it is the same feeder.
+
+def with_encoder(
+    plain: Feeder, engine: Engine, reader: ImageReader | None, setup: Setup
+) -> "Feeder | ImageFeeder":
+    """Return a feeder of the same microbatches with their images. reader: None if the data has no images.
 
     Each rank that computes the first layers loads the encoder. Raises UsageError, TensorMismatch.
     """
-    assert isinstance(data, ExampleData)
-    reader = _reader(data)
     if reader is None:
         return plain
     require_same_width(reader, setup.config)
@@ -75,7 +77,7 @@ class ImageFeeder(Feeder):
         if not (arrays["images"] != NO_IMAGE).any():
             return made
         kind = self.reader.require_kind()
-        places = made.tokens == self.reader.token
+        places = self._places(made, arrays)
         joint, stand_in = kind.joint(self.reader.config), kind.stand_in(self.reader.config)
         return replace(
             made,
@@ -84,6 +86,12 @@ class ImageFeeder(Feeder):
             joint=None if joint is Joint.NOWHERE else joint_of(places),
             joint_in_windows=joint is Joint.IN_WINDOWS,
         )
+
+    def _places(self, made: Microbatch, arrays: Batch) -> Tensor:
+        """Return bool [rows, sequence]: the tokens of images. A completion may have that token without an image."""
+        if PLACES in arrays:
+            return moved(arrays[PLACES], self.device)
+        return made.tokens == self.reader.token
 
     def _pictures(self, places: Tensor, images: Tensor) -> Pictures | None:
         if self.encoder is None:
@@ -132,14 +140,6 @@ def image_reader(settings: Settings) -> ImageReader | None:
     """Return the reader of the images of a run; None if its model reads no images. Raises UsageError."""
     directory = multimodal_model(settings)
     return None if directory is None else ImageReader(directory)
-
-
-def _reader(data: ExampleData) -> ImageReader | None:
-    """Return the reader of the data's images; None if there are none."""
-    for examples in (data.train, data.valid):
-        if examples is not None and examples.images is not None and examples.images.placed:
-            return examples.images.reader
-    return None
 
 
 def require_same_width(reader: ImageReader, config: ModelConfig) -> None:

@@ -19,8 +19,10 @@ from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.lora.attached import without_adapters
 from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import ImageFeeder, image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.policy_loss import ADVANTAGES, Policy, PolicyLoss
+from megatron_lite.objectives.prompt_images import PromptImages
 from megatron_lite.objectives.prompts import PromptData, read_prompts
 from megatron_lite.objectives.reference import reference_of
 from megatron_lite.objectives.rewards import load_rewards
@@ -56,12 +58,15 @@ class Completed(Objective):
         data, grpo = settings.data, settings.grpo
         template = read_template(data.chat_template)
         rewards = load_rewards(grpo)
-        train = read_prompts(data.finetune_data or (), tokenizer, template, "--finetune-data")
+        images = image_reader(settings)
+        train = read_prompts(
+            data.finetune_data or (), tokenizer, template, "--finetune-data", images
+        )
         valid = []
         if data.valid_finetune_data:
             words = data.valid_finetune_data
-            valid = read_prompts(words, tokenizer, template, "--valid-finetune-data")
-        return PromptData(train, valid, rewards, grpo.max_completion_length)
+            valid = read_prompts(words, tokenizer, template, "--valid-finetune-data", images)
+        return PromptData(train, valid, rewards, grpo.max_completion_length, images)
 
     def options(self, options: ModelOptions, say: Say) -> ModelOptions:
         """Return the options without the model's dropout, and with the temperature. Adapters keep their dropout."""
@@ -88,6 +93,12 @@ class Completed(Objective):
         """Return the object that samples completions with the engine's weights, and loads the reference model."""
         assert isinstance(data, PromptData)
         grid, settings = engine.grid, setup.settings
+        encoding = with_encoder(
+            super().feeder(engine, start, data, setup), engine, data.reader, setup
+        )
+        images = (
+            PromptImages.of(encoding, data.prompts) if isinstance(encoding, ImageFeeder) else None
+        )
         files = {} if start is None else start.files
         sampler = Sampler(
             engine,
@@ -96,6 +107,7 @@ class Completed(Objective):
             data.rewards,
             settings.grpo,
             settings.training.seed,
+            images,
         )
         reference = _reference(engine, start, setup) if settings.grpo.beta else None
         return Rollouts(
@@ -107,6 +119,7 @@ class Completed(Objective):
             data.prompts,
             sampler,
             reference,
+            images,
         )
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:

@@ -5,6 +5,7 @@ Its other fields are columns for reward functions.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,13 +16,16 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.encoding import BadRecord, read_fields
-from megatron_lite.data.finetuning.forms import Message, listed, read_turns
+from megatron_lite.data.finetuning.forms import Chat, Message, listed, read_turns
 from megatron_lite.data.finetuning.packing import shuffled_epochs
-from megatron_lite.data.finetuning.record_images import has_place, lists_images
+from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
+from megatron_lite.data.images.files import read_image
+from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
-from megatron_lite.data.tokenizer import Tokenizer, has_chat_template
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
+from megatron_lite.inference.gallery import Picture, unencoded, words_of
 from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.objectives.epochs import evaluations, training_length
 from megatron_lite.objectives.rewards import Reward
@@ -39,23 +43,31 @@ class Prompt:
 
     where: str
     """File and line."""
-    content: str | list[Message]
+    content: str | Sequence[Message]
     ids: tuple[int, ...]
+    """Tokens; those of images are as in inference/image_tokens.py."""
     columns: Mapping[str, Any]
+    pictures: tuple[Picture, ...] = ()
+    """Its images, without vectors."""
 
 
 def read_prompts(
-    words: Sequence[str], tokenizer: Tokenizer, template: str | None, flag: str
+    words: Sequence[str],
+    tokenizer: Tokenizer,
+    template: str | None,
+    flag: str,
+    reader: ImageReader | None = None,
 ) -> list[Prompt]:
-    """Read all prompts. template: the text of a chat template; None: the tokenizer's own.
+    """Read all prompts. template: the text of a chat template; None: the tokenizer's own. reader: of images in messages.
 
     Raises UsageError; CorruptCheckpoint with file and line for a record that is no prompt.
     """
+    encoder = _Encoder(tokenizer, template, reader)
     found: list[Prompt] = []
     for name in find_files(words, flag):
         for record in read_records(name):
             try:
-                found.append(_read_prompt(record, tokenizer, template))
+                found.append(encoder.read(record, Path(name).parent))
             except (BadRecord, UsageError) as error:
                 raise CorruptCheckpoint(f"{record.where}: {error}") from error
     if not found:
@@ -63,30 +75,79 @@ def read_prompts(
     return found
 
 
-def _read_prompt(record: Record, tokenizer: Tokenizer, template: str | None) -> Prompt:
-    if isinstance(record.content, str):
-        raise BadRecord('is plain text; --grpo reads JSON lines with a "prompt"')
-    fields = read_fields(record.content)
-    asked = fields.get("prompt")
-    content: str | list[Message]
-    if isinstance(asked, str) and asked:
-        content, ids = asked, encode(tokenizer, asked)
-    elif isinstance(asked, list):
-        content = read_turns(fields, "prompt")
-        if lists_images(fields) and has_place(content):
-            raise BadRecord("has images; --grpo learns from texts alone")
-        if template is None and not has_chat_template(tokenizer):
+@dataclass(frozen=True)
+class _Encoder:
+    """Encodes prompts."""
+
+    tokenizer: Tokenizer
+    template: str | None
+    reader: ImageReader | None
+
+    def read(self, record: Record, directory: Path) -> Prompt:
+        """Return the prompt of a record. directory: of its file. Raises BadRecord, UsageError."""
+        if isinstance(record.content, str):
+            raise BadRecord('is plain text; --grpo reads JSON lines with a "prompt"')
+        fields = read_fields(record.content)
+        asked = fields.get("prompt")
+        content: str | Sequence[Message]
+        pictures: tuple[Picture, ...] = ()
+        if isinstance(asked, str) and asked:
+            content, ids = asked, self._text(asked, fields)
+        elif isinstance(asked, list):
+            chat = self._chat(fields)
+            pictures = self._pictures(chat, record.where, directory)
+            content, ids = chat.messages, self._ids(chat.messages, pictures)
+        else:
+            there = listed([name for name, value in fields.items() if value is not None])
+            raise BadRecord(
+                f'has {there or "no fields"}; its "prompt" should be a text or messages'
+            )
+        if not ids:
+            raise BadRecord('has no tokens in its "prompt"')
+        columns = {name: value for name, value in fields.items() if name not in NOT_COLUMNS}
+        return Prompt(record.where, content, ids, columns, pictures)
+
+    def _text(self, asked: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
+        if self.reader is not None and lists_images(fields):
+            raise BadRecord(
+                'has images, but no messages where they could be; expected a list as "prompt"'
+            )
+        return encode(self.tokenizer, asked)
+
+    def _chat(self, fields: Mapping[str, Any]) -> Chat:
+        """Return the messages, with parts for images."""
+        messages = read_turns(fields, "prompt", images=True)
+        if self.reader is not None:
+            return with_images(Chat(messages), fields)
+        has_parts = any(not isinstance(message["content"], str) for message in messages)
+        if has_parts or (lists_images(fields) and has_place(messages)):
+            raise BadRecord(
+                "has images, and the model of this run reads text alone; --image-encoder DIRECTORY names a multimodal model "
+                "that reads them"
+            )
+        return Chat(messages)
+
+    def _pictures(self, chat: Chat, where: str, directory: Path) -> tuple[Picture, ...]:
+        """Return the images of a chat, which get numbers. where: its record."""
+        if self.reader is None or not chat.images:
+            return ()
+        if not isinstance(self.tokenizer, HuggingFaceTokenizer):
+            raise BadRecord(
+                "has images, which need a Hugging Face tokenizer: --tokenizer-model DIRECTORY"
+            )
+        words = words_of(self.reader, self.tokenizer)
+        pictures = []
+        for given in chat.images:
+            number, written = self.reader.add(read_image(given, directory), words, where)
+            pictures.append(unencoded(self.reader, words, number, written))
+        return tuple(pictures)
+
+    def _ids(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[int, ...]:
+        if self.template is None and not has_chat_template(self.tokenizer):
             raise BadRecord(
                 "has messages, and the tokenizer has no chat template; give --chat-template"
             )
-        ids = encode_chat(tokenizer, content, template=template)
-    else:
-        there = listed([name for name, value in fields.items() if value is not None])
-        raise BadRecord(f'has {there or "no fields"}; its "prompt" should be a text or messages')
-    if not ids:
-        raise BadRecord('has no tokens in its "prompt"')
-    columns = {name: value for name, value in fields.items() if name not in NOT_COLUMNS}
-    return Prompt(record.where, content, ids, columns)
+        return encode_chat(self.tokenizer, messages, template=self.template, pictures=pictures)
 
 
 class PromptSample(NamedTuple):
@@ -118,11 +179,18 @@ class PromptData(TrainingData):
     rewards: Sequence[Reward]
     completion: int
     """Most tokens of a completion."""
+    images: ImageReader | None = None
+    """Reads images; None for a model of texts."""
 
     @property
     def prompts(self) -> list[Prompt]:
         """All prompts by number: first those for training."""
         return [*self.train, *self.valid]
+
+    @property
+    def reader(self) -> ImageReader | None:
+        """The reader of the images; None if there are none."""
+        return self.images if any(prompt.pictures for prompt in self.prompts) else None
 
     @property
     def longest(self) -> int:

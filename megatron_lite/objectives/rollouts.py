@@ -10,6 +10,7 @@ from megatron_lite.data.batches import Batch
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.policy_loss import ADVANTAGES, OLD, REFERENCE
+from megatron_lite.objectives.prompt_images import PromptImages
 from megatron_lite.objectives.prompts import Prompt
 from megatron_lite.objectives.rewards import judge
 from megatron_lite.objectives.sampler import Completions, Sampler
@@ -30,6 +31,8 @@ class Rollouts(Feeder):
     sampler: Sampler
     reference: LogProbs | None
     """Log-probabilities of the reference model; None without one."""
+    images: PromptImages | None = None
+    """The images of the prompts; None if there are none."""
 
     def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
         """See Feeder.updates. All updates have the same completions."""
@@ -75,7 +78,12 @@ class Rollouts(Feeder):
             figures[f"reward_{reward.name}"] = completions.rewards[:, column]
         prompts = [prompt.ids for prompt in asked for _ in range(grpo.num_generations)]
         rows = padded_rows(prompts, completions.ids)
+        if self.images is not None:
+            rows = self.images.added(rows, prompts)
         return {**rows, **{name: values.float() for name, values in figures.items()}}
+
+    def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
+        return made if self.images is None else self.images.feeder.completed(made, arrays)
 
     def _with_log_probs(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         """Return the microbatches with the log-probabilities that the loss compares. Collective."""

@@ -23,6 +23,7 @@ from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import NotFinite
 from megatron_lite.models.rng import mix
 from megatron_lite.objectives.completions import MOST_ROWS
+from megatron_lite.objectives.prompt_images import PromptImages
 from megatron_lite.objectives.prompts import Prompt
 from megatron_lite.objectives.rewards import Reward
 from megatron_lite.parallel import comm
@@ -48,6 +49,8 @@ class Sampler:
     rewards: Sequence[Reward]
     grpo: Grpo
     seed: int
+    images: PromptImages | None = None
+    """The images of prompts; None if there are none."""
 
     def complete(self, prompts: Sequence[Prompt], consumed: int) -> Completions:
         """Return --num-generations completions of each prompt. Collective. consumed: number of samples before.
@@ -67,6 +70,8 @@ class Sampler:
         found: Completions | None = None
         with self.engine.whole_parameters():
             model = EngineModel(self.engine, rows, longest + self.grpo.max_completion_length)
+            if self.images is not None:
+                model.images = self.images.shown(model)
             if grid.rank:
                 model.follow()
             else:
@@ -78,7 +83,13 @@ class Sampler:
 
     def _request(self, prompt: Prompt, seed: int) -> Request:
         sampling = Sampling(self.grpo.temperature, seed=seed)
-        return Request(prompt.ids, self.grpo.max_completion_length, sampling, self.stop_ids)
+        return Request(
+            prompt.ids,
+            self.grpo.max_completion_length,
+            sampling,
+            self.stop_ids,
+            pictures=prompt.pictures,
+        )
 
     def _generated(self, model: EngineModel, requests: Sequence[Request]) -> list[list[int]]:
         answers = generate(model, requests)

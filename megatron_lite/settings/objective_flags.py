@@ -241,11 +241,10 @@ def _images(settings: Settings) -> Judged:
     """Checks of training on images."""
     others = (
         ("--reward-modeling", settings.rewards.reward_modeling),
-        ("--grpo", settings.grpo.grpo),
         ("--task", settings.tasks.task is not None),
     )
     for flag, asked in others:
         yield (
             asked and settings.data.image_encoder is not None,
-            f"--image-encoder is for the images of chats and of pairs, and {flag} learns from something else; leave one of them out",
+            f"--image-encoder is for the images of chats, pairs and prompts, and {flag} learns from something else; leave one of them out",
         )

@@ -103,7 +103,7 @@ def test_images_are_refused_where_texts_alone_are_learned(tmp_path: Path) -> Non
     assert "this run reads texts alone; --dpo reads images too" in refused(
         pair, read_with(ReadingOptions(pairs=True))
     )
-    assert "--grpo learns from texts alone" in refused(
+    assert "the model of this run reads text alone" in refused(
         {"prompt": question, "images": ["a.png"]},
         lambda: read_prompts([str(path)], made, None, "--finetune-data"),
     )

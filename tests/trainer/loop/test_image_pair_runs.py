@@ -1,7 +1,6 @@
 """Runs on pairs of answers to questions with images: the losses and steps of transformers' whole model."""
 
 import json
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,9 @@ import pytest
 import torch
 
 import megaconv
-from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.loop.launches import launch, metrics, train
-from tests.trainer.loop.test_image_runs import BESIDE, WORD
-from tests.trainer.multimodal import PLACEHOLDERS, create, token, write_chats
+from tests.trainer.loop.whole_models import OfTransformers, assert_weights, message
+from tests.trainer.multimodal import create, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
@@ -27,10 +25,6 @@ STEPS = (
 """Two steps. Each has all pairs, so their order doesn't matter."""
 COMMAND = f"finetune --load hf --finetune-data data/pairs.jsonl {STEPS}"
 FIGURES = ("loss", "chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
-
-
-def message(role: str, content: Any) -> Any:
-    return {"role": role, "content": content}
 
 
 QUESTIONS: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -77,75 +71,32 @@ def make(kind: str, directory: Path) -> None:
     (directory / "data" / "pairs.jsonl").write_text("\n".join(lines) + "\n")
 
 
-class OfTransformers:
-    """transformers' whole model, and pairs as it takes them."""
+def log_probabilities(whole: OfTransformers) -> torch.Tensor:
+    """[pairs, 2]: of the chosen and the rejected answers."""
+    rows = [
+        torch.stack([whole.log_probability(question, images, answer) for answer in answers])
+        for (question, images), answers in zip(QUESTIONS, ANSWERS, strict=True)
+    ]
+    return torch.stack(rows)
 
-    def __init__(self, kind: str, directory: Path) -> None:
-        import transformers
 
-        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
-            directory / "hf", dtype=torch.float32
-        )
-        self._kind, self._data, self._transformers = kind, directory / "data", transformers
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
-        self._processor = transformers.AutoImageProcessor.from_pretrained(directory / "hf")
-
-    def log_probabilities(self) -> torch.Tensor:
-        """[pairs, 2]: of the chosen and the rejected answers."""
-        rows = [
-            torch.stack([self._log_probability(question, images, answer) for answer in answers])
-            for (question, images), answers in zip(QUESTIONS, ANSWERS, strict=True)
-        ]
-        return torch.stack(rows)
-
-    def _log_probability(self, question: Any, names: tuple[str, ...], answer: str) -> torch.Tensor:
-        from PIL import Image
-
-        chat = [message("user", question), message("assistant", answer)]
-        text = self._tokenizer.apply_chat_template(chat, tokenize=False)
-        arguments: dict[str, Any] = {}
-        if names:
-            images = [Image.open(self._data / name) for name in names]
-            given = arguments_of(self._kind, self._transformers)
-            arguments = dict(self._processor(images=images, return_tensors="pt", **given))
-            first, *others = text.split(PLACEHOLDERS.get(self._kind, WORD))
-            written = texts_of(self._kind, self._transformers, arguments, WORD)
-            text = first + "".join(map("".join, zip(written, others, strict=True)))
-        start = text.index("assistant\n") + len("assistant\n")
-        end = text.index("<|im_end|>", start) + len("<|im_end|>")
-        made = self._tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        ids = torch.tensor(made["input_ids"])
-        learned = torch.tensor([start <= first < end for first, _ in made["offset_mapping"]])
-        arguments["input_ids"] = ids[None]
-        arguments["mm_token_type_ids"] = (ids[None] == token(WORD)).int()
-        arguments["token_type_ids"] = arguments["mm_token_type_ids"]
-        known = signature(self.model.forward).parameters
-        taken = {name: value for name, value in arguments.items() if name in known}
-        scores = self.model(**taken).logits[0, :-1].log_softmax(-1)
-        return (scores.gather(1, ids[1:, None])[:, 0] * learned[1:]).sum()
-
-    def step(self, reference: torch.Tensor) -> list[float]:
-        """Make a step of DPO. Returns FIGURES before it."""
-        gains = self.log_probabilities() - reference
-        margins = BETA * (gains[:, 0] - gains[:, 1])
-        loss = -torch.nn.functional.logsigmoid(margins).mean()
-        loss.backward()
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None and not any(part in name for part in BESIDE):
-                    parameter -= LR * parameter.grad
-                parameter.grad = None
-        rewards = BETA * gains.mean(0)
-        found = (loss, rewards[0], rewards[1], margins.mean(), (margins > 0).float().mean())
-        return [value.item() for value in found]
+def step(whole: OfTransformers, reference: torch.Tensor) -> list[float]:
+    """Make a step of DPO. Returns FIGURES before it."""
+    gains = log_probabilities(whole) - reference
+    margins = BETA * (gains[:, 0] - gains[:, 1])
+    loss = -torch.nn.functional.logsigmoid(margins).mean()
+    whole.learn(loss, LR)
+    rewards = BETA * gains.mean(0)
+    found = (loss, rewards[0], rewards[1], margins.mean(), (margins > 0).float().mean())
+    return [value.item() for value in found]
 
 
 def two_steps(kind: str, directory: Path) -> tuple[list[list[float]], Any]:
     """(FIGURES of both steps, the model after them)."""
     whole = OfTransformers(kind, directory)
     with torch.no_grad():
-        reference = whole.log_probabilities()
-    return [whole.step(reference) for _ in range(2)], whole.model
+        reference = log_probabilities(whole)
+    return [step(whole, reference) for _ in range(2)], whole.model
 
 
 def assert_figures(directory: Path, expected: list[list[float]]) -> None:
@@ -154,26 +105,6 @@ def assert_figures(directory: Path, expected: list[list[float]]) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert mine[:4] == pytest.approx(theirs[:4], rel=1e-5, abs=1e-5)
     assert found[-1][4] == expected[-1][4]
-
-
-def assert_weights(directory: Path, model: Any) -> None:
-    """The run's weights in the original's files are those of transformers' model."""
-    import transformers
-
-    megaconv.convert(
-        directory / "run", directory / "back", saver="hf", base=directory / "hf", optimizer=False,
-        allow_lossy=["out_norm"],
-    )  # fmt: skip
-    load = transformers.AutoModelForImageTextToText.from_pretrained
-    found = dict(load(directory / "back", dtype=torch.float32).named_parameters())
-    before = dict(load(directory / "hf", dtype=torch.float32).named_parameters())
-    moved = 0.0
-    for name, expected in model.named_parameters():
-        change = (expected - before[name]).abs().max()
-        allowed = 1e-4 * change + 2e-7 * expected.abs().max()
-        assert (found[name] - expected).abs().max() <= allowed, name
-        moved = max(moved, change.item())
-    assert moved > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava_next"])
@@ -259,7 +190,7 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path
     [
         ("--load text --dpo", "this run reads texts alone; --dpo reads images too if --load or --image-encoder names", 3),
         ("--load hf --reward-modeling", "this run reads texts alone; --dpo reads images too", 3),
-        ("--load hf --reward-modeling --image-encoder hf", "--image-encoder is for the images of chats and of pairs", 2),
+        ("--load hf --reward-modeling --image-encoder hf", "--image-encoder is for the images of chats, pairs and prompts", 2),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_in_one_line(

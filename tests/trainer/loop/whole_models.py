@@ -1,0 +1,95 @@
+"""transformers' whole multimodal models: log-probabilities of answers to questions with images, and steps of their language model."""
+
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megaconv
+from tests.trainer.image_texts import arguments_of, texts_of
+from tests.trainer.loop.test_image_runs import BESIDE, WORD
+from tests.trainer.multimodal import PLACEHOLDERS, token
+
+
+def message(role: str, content: Any) -> Any:
+    return {"role": role, "content": content}
+
+
+class OfTransformers:
+    """transformers' whole model of DIRECTORY/hf. It reads images in DIRECTORY/data."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        import transformers
+
+        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
+            directory / "hf", dtype=torch.float32
+        )
+        self._kind, self._data, self._transformers = kind, directory / "data", transformers
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
+        self._processor = transformers.AutoImageProcessor.from_pretrained(directory / "hf")
+
+    def prompt(self, question: Any, names: tuple[str, ...]) -> tuple[list[int], dict[str, Any]]:
+        """(tokens up to the answer, arguments of the images). question: the content of a message, with parts for images."""
+        from PIL import Image
+
+        text = self._tokenizer.apply_chat_template(
+            [message("user", question)], tokenize=False, add_generation_prompt=True
+        )
+        arguments: dict[str, Any] = {}
+        if names:
+            images = [Image.open(self._data / name) for name in names]
+            given = arguments_of(self._kind, self._transformers)
+            arguments = dict(self._processor(images=images, return_tensors="pt", **given))
+            first, *others = text.split(PLACEHOLDERS.get(self._kind, WORD))
+            written = texts_of(self._kind, self._transformers, arguments, WORD)
+            text = first + "".join(map("".join, zip(written, others, strict=True)))
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"], arguments
+
+    def log_probability(
+        self, question: Any, names: tuple[str, ...], answer: str | list[int]
+    ) -> torch.Tensor:
+        """Of an answer, with its end if it is a text."""
+        prompt, arguments = self.prompt(question, names)
+        if isinstance(answer, str):
+            text = f"{answer}<|im_end|>"
+            answer = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = torch.tensor([*prompt, *answer])
+        # Causal attention: what stands for no image is text.
+        of_images = (ids == token(WORD)) & (torch.arange(len(ids)) < len(prompt))
+        arguments["input_ids"] = ids[None]
+        arguments["mm_token_type_ids"] = of_images[None].int()
+        arguments["token_type_ids"] = arguments["mm_token_type_ids"]
+        known = signature(self.model.forward).parameters
+        taken = {name: value for name, value in arguments.items() if name in known}
+        scores = self.model(**taken).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        return scores.gather(1, ids[len(prompt) :, None]).sum()
+
+    def learn(self, loss: torch.Tensor, lr: float) -> None:
+        """Make a step of SGD on the language model."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None and not any(part in name for part in BESIDE):
+                    parameter -= lr * parameter.grad
+                parameter.grad = None
+
+
+def assert_weights(directory: Path, model: Any) -> None:
+    """The run's weights in the original's files are those of transformers' model."""
+    import transformers
+
+    megaconv.convert(
+        directory / "run", directory / "back", saver="hf", base=directory / "hf", optimizer=False,
+        allow_lossy=["out_norm"],
+    )  # fmt: skip
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    found = dict(load(directory / "back", dtype=torch.float32).named_parameters())
+    before = dict(load(directory / "hf", dtype=torch.float32).named_parameters())
+    moved = 0.0
+    for name, expected in model.named_parameters():
+        change = (expected - before[name]).abs().max()
+        allowed = 1e-4 * change + 2e-7 * expected.abs().max()
+        assert (found[name] - expected).abs().max() <= allowed, name
+        moved = max(moved, change.item())
+    assert moved > 1e-3
