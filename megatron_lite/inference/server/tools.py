@@ -38,7 +38,8 @@ class Tools:
     @property
     def schema(self) -> Mapping[str, Any]:
         """The schema of an answer that must be a call."""
-        return {"anyOf": [_call_schema(tool) for tool in self._forced_tools()]}
+        tools = enumerate(self._forced_tools())
+        return {"anyOf": [_call_schema(tool, number) for number, tool in tools]}
 
     @property
     def harmony_messages(self) -> list[tuple[str, Mapping[str, Any]]]:
@@ -168,8 +169,11 @@ def _name(tool: Mapping[str, Any]) -> str:
     return name
 
 
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function.get("parameters") or ANY_OBJECT
+def _call_schema(function: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the schema of a call. number: of the tool among those that the answer may call."""
+    parameters = function.get("parameters")
+    # References such as #/$defs/Place mean a place in the parameters: an id makes these the root of their references.
+    arguments = {"$id": f"urn:tool:{number}", **parameters} if parameters else ANY_OBJECT
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},

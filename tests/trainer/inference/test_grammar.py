@@ -13,6 +13,7 @@ from megatron_lite.inference.batching import generate
 from megatron_lite.inference.grammar import ANY_OBJECT, Grammar, json_grammar
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.server.tools import Tools
 from megatron_lite.inference.slots import Recomputed
 from tests.trainer.inference.conversations import save
 
@@ -69,6 +70,35 @@ def test_an_answer_ends_with_its_last_brace(tokenizer: HuggingFaceTokenizer) -> 
     (text,) = written(tokenizer, grammar, 1, 100)
     assert json.loads(text) == {"a": 1}
     assert text.endswith("}")
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TRIP = {
+    "type": "object",
+    "$defs": {"Place": PLACE},
+    "properties": {"to": {"$ref": "#/$defs/Place"}},
+    "required": ["to"],
+    "additionalProperties": False,
+}
+"""Parameters as clients make them of classes within classes."""
+
+
+def test_parameters_of_a_demanded_call_may_refer_to_their_definitions(
+    tokenizer: HuggingFaceTokenizer,
+) -> None:
+    names = "go", "fly"
+    described = [{"function": {"name": name, "parameters": TRIP}} for name in names]
+    schema = Tools(tuple(described), forced=names).schema
+    grammar = json_grammar(schema, tokenizer, VOCAB, frozenset([END]))
+    for text in written(tokenizer, grammar, 8, 400):
+        call = json.loads(text)
+        assert call["name"] in names
+        assert call["arguments"]["to"]["city"] in ("Bonn", "Rome")
 
 
 @pytest.mark.parametrize("schema", [{"type": "strange"}, {"$ref": "#/nowhere"}, {"enum": []}])

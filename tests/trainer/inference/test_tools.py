@@ -194,6 +194,35 @@ def test_calls_in_the_xml_of_glm_and_minimax_are_read_by_the_schema(text: str) -
     assert made == [("buy", READ), ("time", {})]
 
 
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        (OPTIONAL, "50667", "50667"),
+        (OPTIONAL, "true", "true"),
+        (OPTIONAL, '"a"', '"a"'),
+        (OPTIONAL, '{"a": 1}', '{"a": 1}'),
+        (OPTIONAL, "None", None),
+        (OPTIONAL, "null", None),
+        ({"type": ["string", "null"]}, "1.0", "1.0"),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "50667", 50667),
+        ({"oneOf": [{"type": "string"}, {"type": "number"}]}, "7", 7),
+        ({"anyOf": [{"$ref": "#/$defs/A"}, {"type": "string"}]}, '{"a": 1}', {"a": 1}),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "[1]", [1]),
+        ({"anyOf": 3, "type": None}, "3", 3),
+    ],
+)
+@pytest.mark.parametrize("write", [xml, keyed])
+def test_an_optional_text_that_looks_like_a_number_stays_text(
+    write: Any, schema: dict[str, Any], written: str, value: object
+) -> None:
+    function = {"name": "send", "parameters": {"properties": {"code": schema}}}
+    _, (call,) = split(Tools(({"function": function},)), write("send", code=written))
+    assert json.loads(call["function"]["arguments"]) == {"code": value}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -12,6 +12,15 @@ _ARGUMENTS = ("arguments", "parameters")
 _SEPARATORS = re.compile(r"[; \t\r\n]*")
 """Characters between two calls; Llama 3 writes semicolons."""
 _DECODER = json.JSONDecoder()
+_NAMES: Mapping[type, tuple[str, ...]] = {
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    list: ("array",),
+    dict: ("object",),
+    type(None): ("null",),
+}
+"""The names of JSON schema for the types of values that are no texts."""
 
 
 def read_json(text: str, schemas: Schemas) -> list[Named]:
@@ -65,9 +74,27 @@ def typed(pairs: Iterable[tuple[str, str]], schema: Mapping[str, Any]) -> dict[s
 
 def value_of(text: str, schema: Any = None) -> Any:
     """Return the value of a text: the text if its schema says so, or if it is no JSON."""
-    kind = schema.get("type") if isinstance(schema, dict) else None
-    if kind == "string":
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
         return text
+    value = _parsed(text)
+    # An optional text may look like a number. A text in quotes is a text with quotes.
+    stays_text = "string" in kinds and kinds.isdisjoint(_NAMES.get(type(value), ()))
+    return text if stays_text else value
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Return the names of the types that a schema allows; an empty set if it leaves them open."""
+    if not isinstance(schema, dict):
+        return set()
+    kind, parts = schema.get("type"), schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(kind, str | list):
+        return {kind} if isinstance(kind, str) else set(map(str, kind))
+    found = [_kinds(part) for part in parts] if isinstance(parts, list) else []
+    return set().union(*found) if all(found) else set()
+
+
+def _parsed(text: str) -> Any:
     # Models also write Python's words for these values.
     words = {"True": True, "False": False, "None": None}
     if text in words:
