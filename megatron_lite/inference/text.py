@@ -11,6 +11,8 @@ _NEIGHBOURS = 16
 """Tokens of a prompt on which the text of the next token may depend."""
 _PARTS = 4
 """The most tokens of one character: the bytes of UTF-8."""
+_MOST_PENDING = 64
+"""Tokens without final text that are decoded together. Without a limit, the time grows with the square of their number."""
 
 
 def say(text: str) -> None:
@@ -68,8 +70,10 @@ class TextStream:
         if not self._begun:
             self._before = _start_of(self._detokenize, self._ids, spare=self._read - _NEIGHBOURS)
         ids, given = self._ids[self._before :], self._read - self._before
+        is_long = len(ids) - given > _MOST_PENDING
         whole = self._detokenize(ids)
-        if not finish and whole.endswith(_UNFINISHED):
+        # After so many tokens, it is no character that has only begun, but bytes that are none.
+        if not finish and not is_long and whole.endswith(_UNFINISHED):
             return ""
         # Decode with and without the new ids. The difference is the new text.
         if self._begun:
@@ -77,6 +81,8 @@ class TextStream:
         else:
             given, known = _end_of(self._detokenize, ids[:given], ids[given:])
         if not finish and len(whole) <= known:
+            if is_long:  # special tokens, which have no text
+                del self._ids[self._read : -_PARTS]
             return ""
         self._before, self._read, self._begun = self._before + given, len(self._ids), True
         return whole[known:]

@@ -78,6 +78,32 @@ def test_a_replacement_character_that_the_text_holds_is_a_character(
         assert given + continuation(detokenize, encoded[:split], encoded[split:]) == text
 
 
+SPECIAL = 256
+"""A token without text."""
+
+
+@pytest.mark.parametrize("before", [b"", b"a prompt \xe6\x97"])
+@pytest.mark.parametrize(
+    ("token", "shown"), [(SPECIAL, ""), (0xFF, "�")], ids=["no text", "no character"]
+)
+def test_many_tokens_without_a_character_are_decoded_in_short_runs(
+    before: bytes, token: int, shown: str
+) -> None:
+    """A model that is lost may repeat such a token up to the longest answer."""
+    decoded: list[int] = []
+
+    def detokenize(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return of_bytes([each for each in ids if each != SPECIAL])
+
+    count = 1000
+    answer = [*[token] * count, *" 日b".encode()]
+    text = continuation(detokenize, before, answer)
+    assert text.lstrip("�") == " 日b"
+    assert text.count("�") == count * len(shown)
+    assert max(decoded) < 200
+
+
 def of_words(ids: Sequence[int]) -> str:
     """Words with a space before each but the first, as Llama 2's tokenizer gives them."""
     return " ".join(map(str, ids))
