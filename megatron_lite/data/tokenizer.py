@@ -337,6 +337,15 @@ def _gpt2(vocab_file: Path, merge_file: Path) -> RustTokenizer:
     return RustTokenizer(tokenizer, END_OF_TEXT, None, END_OF_TEXT)
 
 
+def _lines(vocab_file: Path) -> list[str]:
+    """Return the words of a vocab.txt. Other line ends, such as U+2028, are words of some vocabularies."""
+    try:
+        lines = vocab_file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpoint(f"{vocab_file}: is not a vocabulary in UTF-8: {error}") from error
+    return lines if lines[-1] else lines[:-1]
+
+
 def _bert(vocab_file: Path, extra_ids: int | None, *, lower: bool) -> RustTokenizer:
     """BERT's word pieces. lower: lower case without accents. A document ends with [SEP].
 
@@ -344,7 +353,7 @@ def _bert(vocab_file: Path, extra_ids: int | None, *, lower: bool) -> RustTokeni
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    words = vocab_file.read_text(encoding="utf-8").splitlines()
+    words = _lines(vocab_file)
     missing = [word for word in BERT_SPECIAL if word not in words]
     if missing:
         raise CorruptCheckpoint(

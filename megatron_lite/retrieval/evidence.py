@@ -6,9 +6,7 @@
 Files are read as streams: only a row is in memory.
 """
 
-import csv
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +24,10 @@ from megatron_lite.data.blocks.special import special_tokens
 from megatron_lite.data.indexed import IndexedDataset, idx_path
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.retrieval.embedder import Passage
+from megatron_lite.retrieval.tables import rows_of
 
 EPOCH_SEED = 1
 """Megatron's seed for the blocks of an index."""
-_FIELD = 1 << 24
-"""The most characters of a field of a TSV file."""
 
 
 class Evidence(Protocol):
@@ -53,7 +50,10 @@ class FileEvidence:
 
     def rows(self) -> Iterator[Passage]:
         is_json = self.path.suffix in (".jsonl", ".json")
-        yield from self._json_lines() if is_json else self._table()
+        try:
+            yield from self._json_lines() if is_json else self._table()
+        except UnicodeDecodeError as error:
+            raise CorruptCheckpoint(f"{self.path}: is not text in UTF-8: {error}") from error
 
     def identity(self) -> str:
         digest = blake3.blake3()
@@ -61,13 +61,10 @@ class FileEvidence:
         return digest.hexdigest()[:32]
 
     def _table(self) -> Iterator[Passage]:
-        csv.field_size_limit(min(_FIELD, sys.maxsize))
         with self.path.open(encoding="utf-8", newline="") as file:
-            reader = csv.reader(file, delimiter="\t")
-            for row in reader:
-                if reader.line_num == 1 and row[:1] == ["id"]:
+            for number, (where, row) in enumerate(rows_of(self.path, file)):
+                if number == 0 and row[:1] == ["id"]:
                     continue
-                where = f"{self.path}: line {reader.line_num}"
                 if len(row) != 3:
                     raise CorruptCheckpoint(
                         f"{where}: has {counted(len(row), 'column')}; id, text and title, separated by tabs, were expected"

@@ -5,7 +5,7 @@ questions.jsonl    {"question": ..., "answers": [...]}     also one JSON array; 
 """
 
 import ast
-import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import check_size
 from formats.wording import counted
+from megatron_lite.retrieval.tables import rows_of
 
 
 class Question(NamedTuple):
@@ -29,7 +30,10 @@ def read_questions(path: Path) -> list[Question]:
     if not path.is_file():
         raise CorruptCheckpoint(f"{path}: no such file; --qa-data names questions and answers")
     check_size(path, SIDECAR_BYTES)
-    text = path.read_text(encoding="utf-8-sig", errors="strict")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpoint(f"{path}: is not text in UTF-8: {error}") from error
     is_json = text.lstrip()[:1] in ("{", "[")
     found = list(_from_json(path, text) if is_json else _from_csv(path, text))
     if not found:
@@ -38,8 +42,8 @@ def read_questions(path: Path) -> list[Question]:
 
 
 def _from_csv(path: Path, text: str) -> Iterator[Question]:
-    for number, row in enumerate(csv.reader(text.splitlines(), delimiter="\t"), 1):
-        where = f"{path}: line {number}"
+    # A text may have other line ends within, such as U+2028.
+    for where, row in rows_of(path, io.StringIO(text)):
         if len(row) != 2:
             raise CorruptCheckpoint(
                 f"{where}: has {counted(len(row), 'column')}; a question, a tab and a list of answers were expected"
@@ -60,7 +64,7 @@ def _list(where: str, text: str) -> Any:
 def _from_json(path: Path, text: str) -> Iterator[Question]:
     try:
         is_array = text.lstrip().startswith("[")
-        lines = [line for line in text.splitlines() if line.strip()]
+        lines = [line for line in text.split("\n") if line.strip()]
         rows = json.loads(text) if is_array else [json.loads(line) for line in lines]
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not JSON: {error}") from error

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megaconv.errors import UsageError
+from megaconv.terminal import reason_of
 from megatron_lite.settings.config import flags, subjects
 from megatron_lite.settings.megatron_flags import NOT_YET, WITHOUT_EFFECT
 from megatron_lite.settings.unknown_flags import refused_flag, require_only, unknown_flag
@@ -20,8 +21,8 @@ def read_yaml(path: str, ignored: list[str]) -> dict[str, Any]:
 
     try:
         document = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"{path}: can't be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     except yaml.YAMLError as error:
         raise UsageError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):

@@ -21,6 +21,7 @@ from typing import Any
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
+from megaconv.terminal import reason_of
 
 DESCRIPTION = "Measure generated answers by F1 and exact match."
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -77,8 +78,8 @@ def run(given: argparse.Namespace) -> AnswerReport:
 def _records(path: Path) -> Iterator[Any]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UsageError(f"{path}: can't be read: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -157,7 +157,7 @@ def lambada(
 
 
 def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Iterator[Window]:
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CorruptCheckpoint
+from megaconv.errors import UsageError
+from megatron_lite.data.recipes import answers
 from megatron_lite.data.recipes.answers import exact_match, f1
 from megatron_lite.data.recipes.command import make_parser
 from megatron_lite.data.recipes.questions import QuestionForm, read_questions
@@ -76,3 +78,11 @@ def test_f1_counts_common_tokens(text: str, answer: str, size: int, expected: fl
 def test_an_exact_match_is_of_any_answer() -> None:
     assert exact_match(" the Author. ", ["Someone", "author"])
     assert not exact_match("an author of it", ["Someone", "author"])
+
+
+def test_answers_that_are_not_utf_8_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_bytes(b'{"text": "\xe9"}\n')
+    given = make_parser().parse_args(["answers", "--input", str(path), "--references", str(path)])
+    with pytest.raises(UsageError, match=r"answers.jsonl: can't be read: 'utf-8'"):
+        answers.run(given)

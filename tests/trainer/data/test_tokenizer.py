@@ -151,6 +151,23 @@ def test_files_that_are_no_tokenizer_are_reported(tmp_path: Path, kind: str) -> 
         build_tokenizer(TokenizerOptions(kind, str(file), file, file))
 
 
+def test_a_vocabulary_of_bert_has_a_word_a_line(tmp_path: Path) -> None:
+    """U+2028 and U+0085 are words of some vocabularies, and no line ends in transformers."""
+    file = tmp_path / "vocab.txt"
+    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "\u2028", "\x85", "b")
+    file.write_text("\n".join(words) + "\n", encoding="utf-8", newline="")
+    built = build_tokenizer(TokenizerOptions("BertWordPieceLowerCase", vocab_file=file))
+    assert built.vocab_size == len(words)
+    assert built.tokenize("a b") == [5, 8]
+
+
+def test_a_vocabulary_of_bert_that_is_not_utf_8_is_reported(tmp_path: Path) -> None:
+    file = tmp_path / "vocab.txt"
+    file.write_bytes(b"[PAD]\n\xe9\n")
+    with pytest.raises(CorruptCheckpoint, match=r"vocab.txt: is not a vocabulary in UTF-8"):
+        build_tokenizer(TokenizerOptions("BertWordPieceLowerCase", vocab_file=file))
+
+
 @pytest.mark.parametrize(
     ("kind", "module"),
     [("Llama2Tokenizer", "sentencepiece"), ("HuggingFaceTokenizer", "transformers")],

@@ -104,6 +104,14 @@ def test_measures_are_those_of_the_model() -> None:
     )
 
 
+def test_other_line_ends_within_a_text_of_lambada_end_no_line(tmp_path: Path) -> None:
+    """The second line is the first bad one."""
+    text = '{"text": "fine\u2028other words"}\n{"txt": "none"}\n'
+    (tmp_path / "lambada.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(CorruptCheckpoint, match="line 2: expected"):
+        lambada(slots_of(None), Bytes(), tmp_path / "lambada.jsonl", strict=True)  # type: ignore[arg-type]
+
+
 def test_zero_shot_data_without_an_answer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lambada.jsonl").write_text('{"text": "fine words"}\n{"txt": "none"}\n')
     with pytest.raises(CorruptCheckpoint, match="line 2"):

@@ -12,6 +12,7 @@ from formats.errors import CorruptCheckpoint, UnsafeContent
 from megatron_lite.retrieval.answers import matcher
 from megatron_lite.retrieval.block_data import BlockData
 from megatron_lite.retrieval.embedder import Passage
+from megatron_lite.retrieval.evidence import open_evidence
 from megatron_lite.retrieval.hits import hits_of
 from megatron_lite.retrieval.questions import Question, read_questions
 from megatron_lite.retrieval.vector_files import Shards, VectorFiles
@@ -131,3 +132,34 @@ def test_wrong_questions_are_refused_with_their_line(
 def test_an_index_that_has_not_finished_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="finish `megatron-lite embed`"):
         next(VectorFiles(tmp_path).shards())
+
+
+@pytest.mark.parametrize(
+    ("text", "question"),
+    [
+        ('{"question": "who\u2028is?", "answers": ["a"]}\n', "who\u2028is?"),
+        ("who\x85is?\t['a']\n", "who\x85is?"),
+        ("\"who\nis?\"\t['a']\n", "who\nis?"),
+    ],
+)
+def test_other_line_ends_within_a_question_are_kept(
+    text: str, question: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "qa"
+    path.write_text(text, encoding="utf-8")
+    assert read_questions(path) == [Question(question, ("a",))]
+
+
+@pytest.mark.parametrize("name", ["passages.tsv", "passages.jsonl", "qa.csv"])
+def test_files_that_are_not_utf_8_are_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"1\t\xe9\ta\n")
+    with pytest.raises(CorruptCheckpoint, match=f"{name}: is not text in UTF-8"):
+        read_questions(path) if name == "qa.csv" else list(open_evidence(path).rows())
+
+
+def test_a_quotation_mark_without_its_end_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "passages.tsv"
+    path.write_text('1\t"' + "a" * (1 << 24) + "b\tc\n", encoding="utf-8")
+    with pytest.raises(CorruptCheckpoint, match=r"line 1: .*look for a quotation mark without"):
+        list(open_evidence(path).rows())

@@ -506,6 +506,13 @@ def test_a_yaml_file_that_is_wrong_is_refused_by_name(
         settings(f"--yaml-cfg {path}.not")
 
 
+def test_a_yaml_file_that_is_not_utf_8_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"lr: 1  # \xe9\n")
+    with pytest.raises(UsageError, match=r"run.yaml: can't be read: 'utf-8'"):
+        settings(f"--yaml-cfg {path}")
+
+
 def test_flags_describe_llama_and_gpt2() -> None:
     llama = model_from_flags(settings(LLAMA), 100)
     assert (
