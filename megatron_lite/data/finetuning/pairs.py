@@ -108,7 +108,8 @@ def _with_text(asked: dict[str, Any], answer: str) -> dict[str, Any]:
     if "instruction" in asked:
         return {**asked, "output": answer}
     if "question" in asked:
-        return {**asked, "instruction": asked.pop("question"), "output": answer}
+        question = asked.pop("question")
+        return {**asked, "instruction": question, "output": answer}
     if "prompt" in asked or "conversations" in asked or "messages" in asked:
         return _with_turns(asked, [{"role": "assistant", "content": answer}], "")
     return {**asked, "text": answer}

@@ -211,8 +211,11 @@ def test_only_answers_that_are_not_shared_are_compared_in_longer_conversations(
     ],
 )
 def test_a_question_is_the_users_turn(record: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing of the record is left unread."""
     tokenizer = chatty(tmp_path, without_marks(MARKED["chatml"]))
-    (given, chosen), (_, rejected) = spelled(read(tmp_path, [record], tokenizer), tokenizer)
+    examples = read(tmp_path, [record], tokenizer)
+    assert not examples.unread
+    (given, chosen), (_, rejected) = spelled(examples, tokenizer)
     assert "<|im_start|>user\n2?<|im_end|>" in given
     assert (chosen.strip(), rejected.strip()) == ("two<|im_end|>", "three<|im_end|>")
 
