@@ -113,9 +113,16 @@ def _read_shards(path: Path) -> Shards:
                 if name.endswith(".json")
                 else read_file(path / name)
             }
-    files = {
-        int(match[1]): file for file in path.iterdir() if (match := _SHARD.fullmatch(file.name))
-    }
+    files: dict[int, Path] = {}
+    for file in sorted(path.iterdir()):
+        match = _SHARD.fullmatch(file.name)
+        if match is None:
+            continue
+        other = files.setdefault(int(match[1]), file)
+        if other is not file:
+            raise CorruptCheckpoint(
+                f"{path}: {other.name} and {file.name} are both shard {int(match[1])}; remove one of them"
+            )
     if not files:
         raise CorruptCheckpoint(
             f"{path}: has a {PARAMS_NAME} but no weights; expected consolidated.00.pth, ... or {_WHOLE[0]}",

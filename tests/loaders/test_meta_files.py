@@ -1,6 +1,7 @@
 """Meta's original files and Mistral's: read, written, and the same model by logits in Meta's own way to compute them."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -521,6 +522,13 @@ def test_a_missing_shard_is_named(missing: str, words: str, tmp_path: Path) -> N
     meta = write_meta(tmp_path / "meta", LLAMA2, shards=4)
     (meta / f"consolidated.{missing}.pth").unlink()
     refused(meta, tmp_path / "out", "hf", 3, "1 of 4 shards missing", words)
+
+
+def test_two_files_of_a_shard_are_named(tmp_path: Path) -> None:
+    meta = write_meta(tmp_path / "meta", LLAMA2, shards=2)
+    shutil.copy(meta / "consolidated.01.pth", meta / "consolidated.1.pth")
+    words = "consolidated.01.pth and consolidated.1.pth are both shard 1; remove one of them"
+    refused(meta, tmp_path / "out", "hf", 3, words)
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,11 @@ def test_tensors_are_believed_where_arguments_say_something_else() -> None:
             "the nearest is .*the model has no rope",
         ),
         ({"normalization": "other"}, UnknownFamily, "normalization is 'other'"),
+        (
+            {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 4},
+            UnknownFamily,
+            "use_rope_scaling and rotary_seq_len_interpolation_factor 4: Megatron scales by both",
+        ),
         ({"squared_relu": True}, UnknownFamily, "the model has no plain"),
         ({"softmax_type": "off-by-one"}, UnknownFamily, "softmax_type is 'off-by-one'"),
         ({"activation_func_clamp_value": 7.0}, UnknownFamily, "the model has clamped"),

@@ -108,7 +108,13 @@ def _yarn(scaling: Mapping[str, Any], max_positions: int) -> dict[str, Any]:
 
 
 def read_scaling(args: Namespace) -> dict[str, Any] | None:
+    interpolation = getattr(args, "rotary_seq_len_interpolation_factor", None)
     if getattr(args, "use_rope_scaling", False):
+        if interpolation not in (None, 1):
+            raise UnknownFamily(
+                f"the checkpoint has use_rope_scaling and rotary_seq_len_interpolation_factor {interpolation}: Megatron scales by both, "
+                "and no family does"
+            )
         return {
             "rope_type": "llama3",
             "factor": float(getattr(args, "rope_scaling_factor", 8.0)),
@@ -118,7 +124,7 @@ def read_scaling(args: Namespace) -> dict[str, Any] | None:
         args, "enable_gpt_oss", False
     ):
         return _read_yarn(args)
-    factor = getattr(args, "rotary_seq_len_interpolation_factor", None)
+    factor = interpolation
     if isinstance(getattr(args, "rotary_base", None), (list, tuple)):
         # Only Megatron-Bridge's Gemma 3 has this form.
         factor = None if args.rope_scaling_factor == 1 else args.rope_scaling_factor
