@@ -41,7 +41,8 @@ def read_adapters(words: Sequence[str], config: ModelConfig) -> list[NamedAdapte
     found: list[NamedAdapter] = []
     for word in words:
         name, equals, path = word.partition("=")
-        if not equals:
+        # A path that exists may contain `=` itself.
+        if not equals or Path(word).exists():
             name, path = Path(word.rstrip("/")).name, word
         if name in [other.name for other in found]:
             raise UsageError(

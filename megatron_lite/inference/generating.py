@@ -25,7 +25,13 @@ from megatron_lite.inference.requests import Request, TooLong, check
 from megatron_lite.inference.retrieved import neighbors_of, read_retrieved
 from megatron_lite.inference.retrieving import FindNeighbors, RetrievingModel, same_for_all
 from megatron_lite.inference.sampling import Likelihood, Sampling
-from megatron_lite.inference.slots import DraftCounts, Drafter, NotFinite, require_known
+from megatron_lite.inference.slots import (
+    DraftCounts,
+    Drafter,
+    NotFinite,
+    require_known,
+    require_top,
+)
 from megatron_lite.inference.text import TextStream, continuation, say
 
 BLOCK_TURNS = 64
@@ -61,10 +67,11 @@ def main(given: argparse.Namespace) -> None:
     if has_log_probs and given.log_probs < 0:
         raise UsageError(f"--log-probs {given.log_probs} must be 0 or more")
     if given.beams is not None:
-        excluded = given.temperature or given.stop or has_log_probs
+        penalizes = given.repetition_penalty != 1
+        excluded = given.temperature or penalizes or given.stop or has_log_probs
         if given.beams < 1 or excluded:
             raise UsageError(
-                "--beams must be 1 or more, and excludes --temperature, --stop, --log-probs"
+                "--beams must be 1 or more, and excludes --temperature, --repetition-penalty, --stop, --log-probs"
             )
     if not has_file:  # don't allocate slots for more rows than there are
         prompts = max(len(given.prompts), 1)
@@ -83,6 +90,7 @@ def _check_output(output: str | None) -> None:
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Generate the answers. Raises NotFinite at the end if an answer had NaN or infinite logits."""
+    require_top("--log-probs", given.log_probs or 0, opened.config.vocab)
     if given.retro_neighbors is not None:
         if _with_passages(opened, given):
             raise NotFinite

@@ -12,7 +12,7 @@ from megaconv.terminal import reason_of
 from megatron_lite.inference.generating import open_output, require_other_file
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, tokens_of
-from megatron_lite.inference.slots import NotFinite, Scored
+from megatron_lite.inference.slots import NotFinite, Scored, require_top
 
 ROWS = 64
 """Number of rows that are read and scored together."""
@@ -20,12 +20,15 @@ ROWS = 64
 
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
+    if given.top < 0:
+        raise UsageError(f"--top {given.top} must be 0 or more")
     require_other_file(given.output, "--input", given.input)
     run(given, lambda opened: _use(opened, given))
 
 
 def _use(opened: Opened, given: argparse.Namespace) -> None:
     """Score the rows. Raises NotFinite at the end if a row had NaN or infinite logits."""
+    require_top("--top", given.top, opened.config.vocab)
     failed = False
     lines = _lines(given.input)
     # Check all rows before the output file is replaced, so that a bad line leaves it as it was.

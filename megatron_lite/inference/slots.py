@@ -67,6 +67,12 @@ def require_known(tokens: Collection[int], vocab: int) -> None:
             raise UsageError(f"token {token} is outside the model's vocabulary of {vocab:,}")
 
 
+def require_top(flag: str, count: int, vocab: int) -> None:
+    """Raise UsageError if a flag asks for more likeliest tokens than there are."""
+    if count > vocab:
+        raise UsageError(f"{flag} {count} exceeds the model's vocabulary of {vocab:,}")
+
+
 class LanguageModel(Protocol):
     """A model as generation and scoring use it."""
 

@@ -134,6 +134,16 @@ def test_two_adapters_of_one_name_are_refused(models: Path) -> None:
         opened(models / "base", str(models / "small"), f"small={models / 'large'}")
 
 
+def test_a_directory_of_an_adapter_may_have_an_equals_sign(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sweeps name their runs so."""
+    monkeypatch.chdir(models)
+    (models / "lr=1").symlink_to(models / "small")
+    assert opened(models / "base", "lr=1").adapters == ("lr=1",)
+    assert opened(models / "base", "chat=lr=1").adapters == ("chat",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
 def test_two_ranks_generate_with_the_adapter(layout: str, models: Path, tmp_path: Path) -> None:

@@ -396,6 +396,13 @@ def test_ranks_started_together_generate_what_one_does(
         (["generate", "--load", "MODEL", "--prompts-file", "LONG"], "prompt 2: a prompt of"),
         (["score", "--load", "MODEL", "--input", "BAD", "--output", "KEPT"], "line 2"),
         (["score", "--load", "MODEL", "--input", "nowhere", "--output", "KEPT"], "nowhere"),
+        (["score", "--load", "MODEL", "--input", "WORDS", "--top", "-1"], "--top -1 must be 0 or"),
+        (["score", "--load", "MODEL", "--input", "WORDS", "--top", "999"], "--top 999 exceeds the"),
+        (["generate", "--load", "MODEL", "x", "--log-probs", "999"], "--log-probs 999 exceeds the"),
+        (
+            ["generate", "--load", "MODEL", "x", "--beams", "2", "--repetition-penalty", "2"],
+            "excludes --temperature, --repetition-penalty",
+        ),
         (["generate", "--load", "nowhere", "x"], "nowhere"),
         (
             ["evaluate", "--load", "nowhere", "--corpus", "WIKI", "--output", "nowhere/x"],
