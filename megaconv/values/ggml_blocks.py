@@ -14,10 +14,12 @@ Source: ggml-common.h and ggml-quants.c of llama.cpp.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from formats.gguf import BLOCK_TYPES, READ_TYPES
 from formats.lazy_numpy import Floats, np
 from formats.tensor import Box, Bytes, LazyTensor, Shape, box_blocks, matrix_shape, whole_groups
+from megaconv.errors import NotExpressible
 from megaconv.model.assembled import window
 from megaconv.values.code_tensors import AT_ONCE
 from megaconv.values.ggml_codes import HALF, halves, nibbles
@@ -29,6 +31,14 @@ from megaconv.values.scaled import read_bytes, read_floats
 
 _SCALES = 12
 """Bytes of the scales and minima of q4_k and q5_k."""
+_SCALE_BYTES = {
+    **dict.fromkeys(("q4_0", "q8_0"), slice(0, HALF)),
+    **dict.fromkeys(("q4_k", "q5_k"), slice(0, 2 * HALF)),
+    "q6_k": slice(-HALF, None),
+}
+"""The bytes of a block's float16 numbers."""
+_LARGEST = 65504.0 * 128 * 32
+"""The largest number of q6_k, and so of all these types."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class BlockTensor:
 
     source: LazyTensor
     kind: str
+    name: str
+    """The tensor's name for messages."""
     dtype: str = "uint8"
 
     @property
@@ -71,7 +83,8 @@ class BlockTensor:
             whole = whole_groups(part, nbytes)
             first, last = whole.col0 // nbytes * numbers, whole.col1 // nbytes * numbers
             values = read_floats(self.source, part._replace(col0=first, col1=last))
-            made = QUANTIZERS[self.kind](values.reshape(-1, numbers)).reshape(part.rows, -1)
+            quantize = partial(QUANTIZERS[self.kind], values.reshape(-1, numbers))
+            made = _finite_blocks(quantize, values, self.kind, self.name).reshape(part.rows, -1)
             np.copyto(window(out, box, part, 1), window(made, whole, part, 1))
 
 
@@ -83,6 +96,8 @@ class WeightedBlockTensor:
     kind: str
     importance: Floats
     """[cols], float32: the mean of the squared inputs."""
+    name: str
+    """The tensor's name for messages."""
     dtype: str = "uint8"
     whole_rows: bool = True
     """A block of the engine has whole rows, because q4_0 needs the mean of a row."""
@@ -97,9 +112,25 @@ class WeightedBlockTensor:
         for row0 in range(box.row0, box.row1, at_once):
             row1 = min(row0 + at_once, box.row1)
             rows = read_floats(self.source, Box(row0, row1, 0, cols))
-            made = WEIGHTED[self.kind](rows, self.importance).reshape(len(rows), -1)
+            quantize = partial(WEIGHTED[self.kind], rows, self.importance)
+            made = _finite_blocks(quantize, rows, self.kind, self.name).reshape(len(rows), -1)
             part = Box(row0, row1, box.col0, box.col1)
             np.copyto(window(out, box, part, 1), made[:, box.col0 : box.col1])
+
+
+def _finite_blocks(quantize: Callable[[], Bytes], numbers: Floats, kind: str, name: str) -> Bytes:
+    """The blocks [blocks, bytes of a block] of numbers, whose values are finite.
+
+    Raises NotExpressible for a number that isn't finite, or too large for a float16 scale.
+    """
+    if np.abs(numbers).max(initial=0) <= _LARGEST:
+        with np.errstate(over="ignore", invalid="ignore"):
+            blocks = quantize()
+        if np.isfinite(halves(blocks[:, _SCALE_BYTES[kind]])).all():
+            return blocks
+    raise NotExpressible(
+        f"{name}: holds values that are not finite, or too large, which {kind} can't express; choose another gguf_type, such as f32"
+    )
 
 
 def blocks_shape(shape: Shape, kind: str) -> Shape:

@@ -112,8 +112,8 @@ class StoredSource:
         if form.kind in BLOCK_TYPES:
             importance = form.scaling.importance
             if importance is not None and form.kind in WEIGHTED:
-                return WeightedBlockTensor(tensor, form.kind, importance)
-            return BlockTensor(tensor, form.kind)
+                return WeightedBlockTensor(tensor, form.kind, importance, str(key))
+            return BlockTensor(tensor, form.kind, str(key))
         if form.kind == FOLDED:
             (step,) = form.scaling.steps
             return FoldedTensor(tensor, step.times, form.add)

@@ -16,8 +16,9 @@ from safetensors.torch import load_file as load_tensors
 import megaconv
 from formats import gguf_header
 from formats.gguf import BLOCK_TYPES, READ_TYPES
+from formats.tensor import LazyTensor
 from megaconv.engine.stream import as_lazy
-from megaconv.errors import TensorMismatch, UsageError
+from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.gguf.types import MIXTURES
 from megaconv.values.ggml_blocks import BlockTensor, BlockValues, WeightedBlockTensor, values_of
 from megaconv.values.ggml_quantizers import QUANTIZERS
@@ -52,7 +53,9 @@ def test_blocks_with_an_importance_matrix_have_the_bytes_that_ggml_writes(kind: 
 
 @pytest.mark.parametrize("kind", WEIGHTED)
 def test_any_rectangle_of_weighted_blocks_has_the_same_bytes(kind: str) -> None:
-    made = WeightedBlockTensor(as_lazy(torch.from_numpy(NUMBERS)), kind, IMPORTANT["importance"])
+    made = WeightedBlockTensor(
+        as_lazy(torch.from_numpy(NUMBERS)), kind, IMPORTANT["importance"], "w"
+    )
     whole = as_torch(made)
     assert torch.equal(whole.reshape(IMPORTANT[kind].shape), torch.from_numpy(IMPORTANT[kind]))
     assert_same(in_rectangles(made, 5, 100), whole)
@@ -122,11 +125,28 @@ def test_values_are_those_that_ggml_reads(kind: str) -> None:
 @pytest.mark.parametrize("kind", BLOCK_TYPES)
 def test_any_rectangle_has_the_same_bytes_and_the_same_values(kind: str) -> None:
     tensor = as_lazy(torch.from_numpy(NUMBERS))
-    made = BlockTensor(tensor, kind)
+    made = BlockTensor(tensor, kind, "w")
     whole = as_torch(made)
     assert_same(in_rectangles(made, 5, 100), whole)
     values = BlockValues(as_lazy(whole), kind, NUMBERS.shape, "float32")
     assert_same(in_rectangles(values, 5, 77), torch.from_numpy(STORED[f"{kind}_values"]))
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e38, 3e12, -3e8], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_numbers_without_finite_blocks_are_refused_by_name(kind: str, value: float) -> None:
+    """All of a block would be NaN, or infinite."""
+    numbers = np.ones((3, 512), np.float32)
+    numbers[1, 300] = value
+    source = as_lazy(torch.from_numpy(numbers))
+    made: list[LazyTensor] = [BlockTensor(source, kind, "w")]
+    if kind in WEIGHTED:
+        importance = np.ones(512, np.float32)
+        made.append(WeightedBlockTensor(source, kind, importance, "w"))
+    for tensor in made:
+        with pytest.raises(NotExpressible, match=f"^w: holds values .* which {kind} can't express"):
+            as_torch(tensor)
 
 
 def test_types_that_are_read_alone_have_the_sizes_of_the_header() -> None:
