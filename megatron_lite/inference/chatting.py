@@ -11,19 +11,18 @@ from threading import Event
 
 from formats.wording import counted
 from megaconv.errors import UsageError
-from megatron_lite.data.harmony import begins_answer
-from megatron_lite.inference.answer import Answer, PlainAnswer, Said
+from megatron_lite.inference.answer import Said
 from megatron_lite.inference.batching import RunningBatch, steps
+from megatron_lite.inference.begun_answers import begun_answer, show
 from megatron_lite.inference.commands.chat import HELP, RAW_HELP
 from megatron_lite.inference.conversation import Conversation
 from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.generating import sampling_of
-from megatron_lite.inference.harmony import HarmonyStream
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, encode_chat, start_of
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.slots import NotFinite
-from megatron_lite.inference.text import TextStream, say
+from megatron_lite.inference.text import say
 
 
 def main(given: argparse.Namespace) -> None:
@@ -111,7 +110,7 @@ def _answer(
             f"the conversation has {counted(len(prompt), 'token')}; there is room for {opened.model.length}"
         )
     stops = frozenset() if given.ignore_eos else opened.stop_ids
-    answer, text = begun_answer(opened, given, prompt), ""
+    answer, text = begun_answer(opened, given.stop, prompt), ""
     asked = Request(prompt, min(given.max_new_tokens, room), sampling_of(given), stops)
     number = batch.add(replace(asked, pictures=tuple(pictures)))
     thinks = False
@@ -128,24 +127,6 @@ def _answer(
     show(rest, thinks=thinks)
     say("\n")
     return text + rest.text
-
-
-def begun_answer(opened: Opened, given: argparse.Namespace, prompt: tuple[int, ...]) -> Answer:
-    """Return the answer before its first token."""
-    marks, detokenize = opened.harmony, opened.tokenizer.detokenize
-    if marks is not None and begins_answer(prompt, marks):
-        return HarmonyStream(marks, detokenize, prompt, given.stop)
-    return PlainAnswer(TextStream(detokenize, given.stop))
-
-
-def show(said: Said, *, thinks: bool) -> bool:
-    """Print a part of an answer, the text in a paragraph behind the thinking. Returns whether it ends with thinking."""
-    say(said.thinking)
-    thinks = thinks or bool(said.thinking)
-    if said.text:
-        say("\n\n" + said.text if thinks else said.text)
-        return False
-    return thinks
 
 
 @contextmanager

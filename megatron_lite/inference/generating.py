@@ -12,8 +12,10 @@ from typing import Any, TextIO
 from megaconv.errors import UsageError
 from megaconv.terminal import one_line
 from megatron_lite.data.resumable_lines import ResumableLines
+from megatron_lite.inference.answer import Answer, Said
 from megatron_lite.inference.batching import NO_TOKEN, RunningBatch, Step, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
+from megatron_lite.inference.begun_answers import begun_answer, show, text_of
 from megatron_lite.inference.chat_prompts import encode_prompt
 from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.image_tokens import without_images
@@ -32,7 +34,7 @@ from megatron_lite.inference.slots import (
     require_known,
     require_top,
 )
-from megatron_lite.inference.text import TextStream, continuation, say
+from megatron_lite.inference.text import say
 
 BLOCK_TURNS = 64
 """Rows of a block for each slot."""
@@ -221,24 +223,27 @@ def _stream(opened: Opened, given: argparse.Namespace, questions: Questions) -> 
     failed = False
     for number, question in enumerate(questions.part(0, len(questions))):
         batch, wanted = RunningBatch(opened.answering), request_of(opened, given, question)
-        text = _stream_of(opened, given, question, wanted)
+        answer = _begun(opened, given, question, wanted.prompt)
         # This may raise, so it comes before the prompt is printed.
         request = batch.add(wanted)
         if len(questions) > 1:
             print(f"{'' if number == 0 else chr(10)}[{number + 1}] ", end="")
         say(question.text + ("" if question.chat is None else "\n"))
+        thinks = complete = False
         for step in steps(batch):
             failed |= step.end == "error"
-            say(new_text(step, text))
-            if text.stopped:
+            complete = step.end == "stop"
+            thinks = show(new_text(step, answer), thinks=thinks)
+            if answer.stop_word:
                 batch.cancel(request)
-        say(text.finish() + "\n")
+        show(answer.finish(complete=complete), thinks=thinks)
+        say("\n")
     return failed
 
 
-def new_text(step: Step, text: TextStream) -> str:
-    """Return the text of a step that can be printed already. The token that ends an answer has no text."""
-    return "" if step.end == "stop" or step.token == NO_TOKEN else text.add(step.token)
+def new_text(step: Step, answer: Answer) -> Said:
+    """Return what has become final with a step. The token that ends an answer has no text."""
+    return Said() if step.end == "stop" or step.token == NO_TOKEN else answer.add(step.token)
 
 
 def request_of(opened: Opened, given: argparse.Namespace, question: Question) -> Request:
@@ -258,29 +263,23 @@ def request_of(opened: Opened, given: argparse.Namespace, question: Question) ->
     )  # fmt: skip
 
 
-def _stream_of(
-    opened: Opened, given: argparse.Namespace, question: Question, wanted: Request
-) -> TextStream:
-    """Return the text of a row before its first token. An answer to a chat is a text of its own."""
-    before = wanted.prompt if question.chat is None else ()
-    return TextStream(opened.tokenizer.detokenize, given.stop, before)
+def _begun(
+    opened: Opened, given: argparse.Namespace, question: Question, prompt: Sequence[int]
+) -> Answer:
+    """Return the answer of a row before its first token. An answer to a chat is a text of its own."""
+    return begun_answer(opened, given.stop, prompt, continues=question.chat is None)
 
 
 @dataclass
-class _Answer:
+class _Row:
     question: Question
     prompt: tuple[int, ...]
-    text: TextStream
+    answer: Answer
     shown: str = ""
     tokens: list[int] = field(default_factory=list)
     likelihoods: list[Likelihood] = field(default_factory=list)
     end: str | None = None
     beams: tuple[Beam, ...] = ()
-
-    @property
-    def before(self) -> Sequence[int]:
-        """The tokens that the answer continues. An answer to a chat continues none."""
-        return self.prompt if self.question.chat is None else ()
 
 
 def all_answers(
@@ -302,7 +301,7 @@ def answers(
 ) -> Iterator[dict[str, Any]]:
     """Yield the answers in the order of the rows, each as soon as it and all earlier ones are ready."""
     batch = RunningBatch(opened.answering)
-    waiting: dict[int, _Answer] = {}
+    waiting: dict[int, _Row] = {}
     questions = iter(asked)
     # A request holds its images. Others are added at once, so that their errors come first.
     has_images = any(question.chat is not None and question.chat.has_images for question in asked)
@@ -311,21 +310,21 @@ def answers(
     def add_further() -> None:
         for question in islice(questions, most - sum(batch.counts)):
             wanted = request_of(opened, given, question)
-            text = _stream_of(opened, given, question, wanted)
-            waiting[batch.add(wanted)] = _Answer(question, wanted.prompt, text)
+            begun = _begun(opened, given, question, wanted.prompt)
+            waiting[batch.add(wanted)] = _Row(question, wanted.prompt, begun)
 
     for step in steps(batch, add_further):
-        answer = waiting[step.number]
+        row = waiting[step.number]
         if step.token != NO_TOKEN:
-            answer.tokens.append(step.token)
+            row.tokens.append(step.token)
         if step.likelihood is not None:
-            answer.likelihoods.append(step.likelihood)
-        answer.shown += new_text(step, answer.text)
-        answer.end, answer.beams = "stop" if answer.text.stopped else step.end, step.beams
-        if answer.text.stopped:
+            row.likelihoods.append(step.likelihood)
+        row.shown += new_text(step, row.answer).text
+        row.end, row.beams = "stop" if row.answer.stop_word else step.end, step.beams
+        if row.answer.stop_word:
             batch.cancel(step.number)
-        if answer.end:
-            answer.shown += answer.text.finish()
+        if row.end:
+            row.shown += row.answer.finish(complete=step.end == "stop").text
         while waiting and (first := next(iter(waiting.values()))).end:
             del waiting[next(iter(waiting))]
             line = _line(opened, first)
@@ -339,34 +338,31 @@ def _of_sample(line: Mapping[str, Any]) -> dict[str, Any]:
     return {"text": text, "all_text": text, **{key: line[key] for key in line if key != "tokens"}}
 
 
-def _line(opened: Opened, answer: _Answer) -> dict[str, Any]:
-    if answer.beams:
-        found = [
-            {
-                "text": continuation(opened.tokenizer.detokenize, answer.before, beam.tokens),
-                "tokens": list(beam.tokens),
-                "score": beam.score,
-            }
-            for beam in answer.beams
-        ]
-        return {**answer.question.asked, "beams": found}
-    return _plain(answer)
+def _line(opened: Opened, row: _Row) -> dict[str, Any]:
+    if not row.beams:
+        return _plain(row)
+    found = []
+    for beam in row.beams:
+        answer = begun_answer(opened, (), row.prompt, continues=row.question.chat is None)
+        text = text_of(answer, beam.tokens)
+        found.append({"text": text, "tokens": list(beam.tokens), "score": beam.score})
+    return {**row.question.asked, "beams": found}
 
 
-def _plain(answer: _Answer) -> dict[str, Any]:
+def _plain(row: _Row) -> dict[str, Any]:
     found: dict[str, Any] = {
-        **answer.question.asked,
-        "text": answer.shown,
-        "tokens": answer.tokens,
-        "finish_reason": answer.end,
+        **row.question.asked,
+        "text": row.shown,
+        "tokens": row.tokens,
+        "finish_reason": row.end,
     }
-    if answer.end == "error":
+    if row.end == "error":
         found["error"] = str(NotFinite())
-    if answer.likelihoods:
-        found["log_probs"] = [likelihood.log_prob for likelihood in answer.likelihoods]
-        if answer.likelihoods[0].top:
+    if row.likelihoods:
+        found["log_probs"] = [likelihood.log_prob for likelihood in row.likelihoods]
+        if row.likelihoods[0].top:
             found["top_log_probs"] = [
-                [list(pair) for pair in likelihood.top] for likelihood in answer.likelihoods
+                [list(pair) for pair in likelihood.top] for likelihood in row.likelihoods
             ]
     return found
 

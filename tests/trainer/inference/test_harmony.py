@@ -2,16 +2,25 @@
 
 import json
 import random
-from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_lite.data.finetuning.forms import Chat
 from megatron_lite.data.harmony import Marks, begins_answer, harmony_marks
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from megatron_lite.inference.chatting import begun_answer, show
+from megatron_lite.inference.begun_answers import begun_answer, show
+from megatron_lite.inference.chat_prompts import ChatPrompt
+from megatron_lite.inference.gallery import TEXT_ALONE
+from megatron_lite.inference.generating import answers
 from megatron_lite.inference.harmony import HarmonyStream
+from megatron_lite.inference.prompts import encode_chat
+from megatron_lite.inference.questions import Question
+from megatron_lite.inference.slots import Recomputed
 from tests.trainer.harmony_model import SPECIAL, tokenizer_of
 from tests.trainer.inference.conversations import save as save_chatml
 
@@ -199,8 +208,8 @@ def test_the_terminal_shows_the_text_in_a_paragraph_behind_the_thinking(
     tokenizer: HuggingFaceTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     marks, prompt = marks_of(tokenizer), tuple(tokenizer.tokenize(PROMPT))
-    opened: Any = Namespace(harmony=marks, tokenizer=tokenizer)
-    answer = begun_answer(opened, Namespace(stop=[]), prompt)
+    opened: Any = SimpleNamespace(harmony=marks, tokenizer=tokenizer)
+    answer = begun_answer(opened, (), prompt)
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     )
@@ -212,5 +221,59 @@ def test_the_terminal_shows_the_text_in_a_paragraph_behind_the_thinking(
     show(answer.finish(complete=True), thinks=thinks)
     assert capsys.readouterr().out == "Hm.\n\nYes."
     assert kept == "Yes."
-    plain = begun_answer(opened, Namespace(stop=[]), tuple(tokenizer.tokenize("hi")))
+    plain = begun_answer(opened, (), tokenizer.tokenize("hi"))
     assert plain.add(tokenizer.tokenize("a")[0]).text == "a"
+
+
+def writing(tokenizer: HuggingFaceTokenizer, text: str) -> Any:
+    """A model that answers every chat with this text, opened by a command."""
+    answer = tokenizer.tokenize(text)
+    chat = Chat([{"role": "user", "content": "hi"}])
+    begins = len(encode_chat(tokenizer, chat.messages))
+
+    def logits(rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        made = [torch.zeros(len(row), tokenizer.vocab_size) for row in rows]
+        for row, scores in zip(rows, made, strict=True):
+            scores[-1, answer[len(row) - begins]] = 1.0
+        return made
+
+    model = Recomputed(logits, 2, 4096)
+    marks = marks_of(tokenizer)
+    return SimpleNamespace(
+        model=model, answering=model, tokenizer=tokenizer, harmony=marks, stop_ids=marks.stops, images=TEXT_ALONE,
+        config=SimpleNamespace(vocab=tokenizer.vocab_size), asked=ChatPrompt(chat, "hi", None, Path("chats"), 1),
+    )  # fmt: skip
+
+
+FLAGS = {
+    "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 0, "stop": [],
+    "max_new_tokens": 100, "log_probs": None, "beams": None, "ignore_eos": False, "unconditional": False, "samples_per_prompt": None,
+}  # fmt: skip
+THOUGHT = "<|channel|>analysis<|message|>Hm. No.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "end"),
+    [
+        ({}, "No rain.", "stop"),
+        ({"stop": [" rain"]}, "No", "stop"),
+        ({"ignore_eos": True, "max_new_tokens": 50}, "No rain.", "length"),
+    ],
+)
+def test_generate_answers_chats_with_the_text_alone(
+    tokenizer: HuggingFaceTokenizer, flags: dict[str, Any], text: str, end: str
+) -> None:
+    """As `chat` and `serve` do. Stop words end the text, not the thinking."""
+    written = f"{THOUGHT}<|channel|>final<|message|>No rain.<|return|>" + "<|return|>" * 20
+    opened = writing(tokenizer, written)
+    given: Any = SimpleNamespace(**{**FLAGS, **flags})
+    (line,) = answers(opened, given, [Question(0, "hi", 0, opened.asked)])
+    assert (line["text"], line["finish_reason"]) == (text, end)
+    assert written.startswith(tokenizer.spelled(line["tokens"])[: len(THOUGHT)])
+
+
+def test_beams_of_a_chat_have_the_text_alone(tokenizer: HuggingFaceTokenizer) -> None:
+    opened = writing(tokenizer, f"{THOUGHT}<|channel|>final<|message|>No.<|return|>" + "." * 99)
+    given: Any = SimpleNamespace(**FLAGS | {"beams": 2, "length_penalty": 1.0})
+    (line,) = answers(opened, given, [Question(0, "hi", 0, opened.asked)])
+    assert line["beams"][0]["text"] == "No."
