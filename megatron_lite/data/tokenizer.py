@@ -190,15 +190,23 @@ class SentencePieceTokenizer:
         self.begin: list[int] = [self.bos] if begins and self.bos is not None else []
 
     def tokenize(self, text: str) -> list[int]:
-        ids: list[int] = self._processor.encode_as_ids(text)
+        try:
+            ids: list[int] = self._processor.encode_as_ids(text)
+        except RuntimeError as error:  # the package's error for half of a surrogate pair
+            raise ValueError(str(error)) from error
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        text: str = self._processor.decode_ids(list(ids))
+        text: str = self._processor.decode_ids(self._known(ids))
         return text
 
     def spelled(self, ids: Sequence[int]) -> str:
-        return "".join(map(self._processor.id_to_piece, ids)).replace("\u2581", " ")
+        pieces = map(self._processor.id_to_piece, self._known(ids))
+        return "".join(pieces).replace("\u2581", " ")
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens of the vocabulary. A model's may be padded, and other tokenizers leave out its further tokens."""
+        return [number for number in ids if number < self.vocab_size]
 
 
 class HuggingFaceTokenizer:

@@ -151,6 +151,22 @@ def test_files_that_are_no_tokenizer_are_reported(tmp_path: Path, kind: str) -> 
         build_tokenizer(TokenizerOptions(kind, str(file), file, file))
 
 
+def test_a_token_behind_the_vocabulary_has_no_text(files: dict[str, Path]) -> None:
+    """A model's vocabulary may be padded, so that it writes such tokens."""
+    for kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "Llama2Tokenizer"):
+        built = build_tokenizer(options(kind, files))
+        ids = built.tokenize("the dog")
+        assert built.detokenize([*ids, built.vocab_size]) == built.detokenize(ids)
+        assert built.spelled([*ids, built.vocab_size]) == built.spelled(ids)
+
+
+def test_half_a_surrogate_pair_is_refused_alike(files: dict[str, Path]) -> None:
+    for kind in ("GPT2BPETokenizer", "BertWordPieceLowerCase", "Llama2Tokenizer"):
+        built = build_tokenizer(options(kind, files))
+        with pytest.raises((ValueError, TypeError)):
+            built.tokenize("bad \ud800")
+
+
 def test_a_vocabulary_of_bert_has_a_word_a_line(tmp_path: Path) -> None:
     """U+2028 and U+0085 are words of some vocabularies, and no line ends in transformers."""
     file = tmp_path / "vocab.txt"
