@@ -6,6 +6,9 @@ continued as texts are: two rows are equal only if they show the same images.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 FIRST = 1 << 40
 """The first id of an image's token. No vocabulary is as large."""
 _PARTS = 1 << 20
@@ -33,6 +36,14 @@ def images_of(tokens: Iterable[int]) -> list[int]:
 def without_images(tokens: Sequence[int]) -> Sequence[int]:
     """Return the tokens of the vocabulary in a row."""
     return [token for token in tokens if token < FIRST]
+
+
+def runs_of(tokens: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Return the tokens in runs: of texts, and of consecutive parts of one image."""
+    ids = np.array(tokens, np.int64)
+    is_image = ids >= FIRST
+    follows = np.where(is_image[1:], ids[1:] == ids[:-1] + 1, ~is_image[:-1])
+    return np.split(ids, np.flatnonzero(~follows) + 1)
 
 
 def extent(tokens: Sequence[int], place: int) -> tuple[int, int]:

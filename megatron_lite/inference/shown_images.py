@@ -15,7 +15,7 @@ from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.images.written import Grid
 from megatron_lite.engine import Engine
 from megatron_lite.inference.gallery import Picture
-from megatron_lite.inference.image_tokens import FIRST, images_of, place_of
+from megatron_lite.inference.image_tokens import FIRST, images_of, place_of, runs_of
 from megatron_lite.inference.slots import Feed
 from megatron_lite.inference.turns import Turn, send
 from megatron_lite.models.batch import Microbatch
@@ -196,20 +196,22 @@ class ShownImages:
             self._positions[feed.slot] = _of_text(0, self._length)
         kept = self._positions[feed.slot]
         at = kept[start - 1] if start else np.full(3, -1)
-        for place, token in enumerate(feed.tokens, start):
-            at = kept[place] = self._next(at, token)
+        place = start
+        for run in runs_of(feed.tokens):
+            end = place + len(run)
+            kept[place:end] = self._after(at, run)
+            at, place = kept[end - 1], end
         return kept[start : start + count]
 
-    def _next(self, before: NDArray[np.int64], token: int) -> NDArray[np.int64]:
-        """Return the position behind another one. See data.images.positions.positions_of."""
-        text = np.full(3, before.max() + 1)
-        if token < FIRST:
-            return text
-        number, part = place_of(token)
-        if part == 0:
-            return text
+    def _after(self, before: NDArray[np.int64], run: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [tokens, 3]: the positions of a run behind another position. See data.images.positions.positions_of."""
+        text: NDArray[np.int64] = np.full((1, 3), before.max() + 1)
+        if run[0] < FIRST:
+            return text + np.arange(len(run))[:, None]
+        number, part = place_of(int(run[0]))
         places = self._images[number].patches
-        moved: NDArray[np.int64] = before + places[part] - places[part - 1]
+        base = text if part == 0 else before - places[part - 1]
+        moved: NDArray[np.int64] = base + places[part : part + len(run)]
         return moved
 
 

@@ -31,19 +31,24 @@ class Pictures(NamedTuple):
     """[tokens, hidden]: what takes the place of their embeddings, row by row."""
     further: tuple[Tensor, ...] = ()
     """[tokens, hidden] each: what is added to their hidden states after the first layers (Qwen3-VL's deepstack)."""
+    rows: Tensor | None = None
+    """int64 [tokens]: the row of `vectors` of each such token, if several sequences have the same image; None: its own."""
 
     def to(self, device: torch.device) -> "Pictures":
         """Return the images with their tensors on the device."""
         places, vectors, *further = (
             moved(each, device) for each in (self.places, self.vectors, *self.further)
         )
-        return Pictures(places, vectors, tuple(further))
+        rows = None if self.rows is None else moved(self.rows, device)
+        return Pictures(places, vectors, tuple(further), rows)
 
     def spread(self) -> "Spread":
         """Return the images with a vector for each token."""
         places = self.places.unsqueeze(-1)
 
         def spread(vectors: Tensor) -> Tensor:
+            if self.rows is not None:
+                vectors = vectors[self.rows]
             empty = vectors.new_zeros(*self.places.shape, vectors.shape[-1])
             return empty.masked_scatter(places, vectors)
 

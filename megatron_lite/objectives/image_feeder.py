@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from megatron_lite.models.moving import moved
 from megatron_lite.models.pictures import Pictures, joint_of
 from megatron_lite.models.trainable import rotated_width
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_encoder import Features, ImageEncoder, deepest
+from megatron_lite.objectives.image_encoder import ImageEncoder, deepest
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.config import Settings
 
@@ -101,23 +102,23 @@ class ImageFeeder(Feeder):
         counts = {number: self.reader.tokens(number) for number in numbers}
         inputs = [self.reader.inputs(number) for number in counts]
         features = self.encoder.encode(inputs, sum(counts.values()))
+        rows = None
         if len(counts) < len(numbers):
-            features = _repeated(features, counts, numbers)
-        return Pictures(places, *features)
+            rows = moved(_rows_of(numbers, counts), self.device)
+        return Pictures(places, *features, rows)
 
 
-def _repeated(features: Features, counts: Mapping[int, int], numbers: Sequence[int]) -> Features:
-    """Return the features of images some of which come again.
+def _rows_of(numbers: Sequence[int], counts: Mapping[int, int]) -> Tensor:
+    """Return int64 [tokens]: the rows of the vectors of images some of which come again.
 
-    features: of different images. counts: the tokens of each of them, by number. numbers: of all images in order.
+    numbers: of all images in order. counts: the tokens of each different image by number, in the order of the vectors.
     """
-
-    def repeated(each: Tensor) -> Tensor:
-        parts = torch.split(each, list(counts.values()))
-        of_number = dict(zip(counts, parts, strict=True))
-        return torch.cat([of_number[number] for number in numbers])
-
-    return Features(repeated(features.vectors), tuple(map(repeated, features.further)))
+    ends = accumulate(counts.values())
+    rows = {
+        number: torch.arange(end - counts[number], end)
+        for number, end in zip(counts, ends, strict=True)
+    }
+    return torch.cat([rows[number] for number in numbers])
 
 
 def multimodal_model(settings: Settings) -> Path | None:

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_lite.data.images.places import NO_IMAGE
 from megatron_lite.data.images.positions import positions_of
 from megatron_lite.inference.gallery import Picture
-from megatron_lite.inference.image_tokens import FIRST, images_of, tokens_of
+from megatron_lite.inference.image_tokens import FIRST, tokens_of
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.shown_images import ShownImages, traits_of
 from megatron_lite.objectives.image_feeder import PLACES, ImageFeeder
@@ -43,9 +44,9 @@ class PromptImages:
         return replace(self.pictures[number], vectors=torch.stack((vectors, *further)))
 
     def added(
-        self, rows: Mapping[str, Tensor], prompts: Sequence[Sequence[int]]
+        self, rows: Mapping[str, Tensor], prompts: Sequence[Prompt], generations: int
     ) -> dict[str, Tensor]:
-        """Return the arrays of rows with those of their images. prompts: the beginning of each row."""
+        """Return the arrays of rows with those of their images. Each prompt has consecutive rows. generations: their number."""
         token = self.feeder.reader.token
         tokens, labels = rows["tokens"], rows["labels"]
         found = {
@@ -53,24 +54,25 @@ class PromptImages:
             "tokens": tokens.masked_fill(tokens >= FIRST, token),
             "labels": labels.masked_fill(labels >= FIRST, token),
             PLACES: tokens >= FIRST,
-            "images": self._numbers(prompts),
+            "images": _numbers(prompts).repeat_interleave(generations, 0),
         }
         if self.feeder.axes_of_pairs is not None:
-            found["axes"] = self._axes(prompts, tokens.shape[1])
+            axes = np.stack([_axes(prompt, tokens.shape[1]) for prompt in prompts])
+            found["axes"] = torch.from_numpy(axes).repeat_interleave(generations, 0)
         return found
 
-    def _numbers(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Return int64 [rows, most images, at least 1]: see ImageSample.images."""
-        numbers = [images_of(prompt) for prompt in prompts]
-        most = max(1, *map(len, numbers))
-        return torch.tensor([[*each, *[NO_IMAGE] * (most - len(each))] for each in numbers])
 
-    def _axes(self, prompts: Sequence[Sequence[int]], length: int) -> Tensor:
-        """Return int64 [rows, length, 3]: see ImageSample.axes."""
-        axes = []
-        for prompt in prompts:
-            numbers = images_of(prompt)
-            firsts = [prompt.index(tokens_of(number, 1)[0]) for number in numbers]
-            grids = [self.pictures[number].written.grid for number in numbers]
-            axes.append(positions_of(length, zip(firsts, grids, strict=True)))
-        return torch.from_numpy(np.stack(axes))
+def _numbers(prompts: Sequence[Prompt]) -> Tensor:
+    """Return int64 [prompts, most images, at least 1]: see ImageSample.images."""
+    numbers = [[picture.number for picture in prompt.pictures] for prompt in prompts]
+    most = max(1, *map(len, numbers))
+    return torch.tensor([[*each, *[NO_IMAGE] * (most - len(each))] for each in numbers])
+
+
+def _axes(prompt: Prompt, length: int) -> NDArray[np.int64]:
+    """Return [length, 3]: see ImageSample.axes."""
+    images = []
+    for picture in prompt.pictures:
+        (first,) = np.flatnonzero(prompt.tokens == tokens_of(picture.number, 1)[0])
+        images.append((int(first), picture.written.grid))
+    return positions_of(length, images)

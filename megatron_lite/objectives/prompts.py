@@ -16,7 +16,7 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.encoding import BadRecord, read_fields
-from megatron_lite.data.finetuning.forms import Chat, Message, listed, read_turns
+from megatron_lite.data.finetuning.forms import IMAGES, Chat, Message, listed, read_turns
 from megatron_lite.data.finetuning.packing import shuffled_epochs
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
@@ -44,11 +44,16 @@ class Prompt:
     where: str
     """File and line."""
     content: str | Sequence[Message]
-    ids: tuple[int, ...]
-    """Tokens; those of images are as in inference/image_tokens.py."""
+    tokens: NDArray[np.int64]
+    """Those of images are as in inference/image_tokens.py."""
     columns: Mapping[str, Any]
     pictures: tuple[Picture, ...] = ()
     """Its images, without vectors."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens as a request has them."""
+        return tuple(self.tokens.tolist())
 
 
 def read_prompts(
@@ -105,7 +110,7 @@ class _Encoder:
         if not ids:
             raise BadRecord('has no tokens in its "prompt"')
         columns = {name: value for name, value in fields.items() if name not in NOT_COLUMNS}
-        return Prompt(record.where, content, ids, columns, pictures)
+        return Prompt(record.where, content, np.array(ids, np.int64), columns, pictures)
 
     def _text(self, asked: str, fields: Mapping[str, Any]) -> tuple[int, ...]:
         if self.reader is not None and lists_images(fields):
@@ -195,7 +200,7 @@ class PromptData(TrainingData):
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt with the longest completion."""
-        return max(len(prompt.ids) for prompt in self.prompts) + self.completion
+        return max(len(prompt.tokens) for prompt in self.prompts) + self.completion
 
     @property
     def tokens(self) -> int:
@@ -207,7 +212,7 @@ class PromptData(TrainingData):
     ) -> tuple[Settings, "PromptData"]:
         """See TrainingData.fitted. Raises UsageError for a prompt without room for a completion."""
         for prompt in self.prompts:
-            length = len(prompt.ids)
+            length = len(prompt.tokens)
             if length + self.completion > sizes.seq:
                 raise UsageError(
                     f"{prompt.where}: {length} tokens and --max-completion-length {self.completion} exceed "
@@ -237,9 +242,16 @@ class PromptData(TrainingData):
         ]
 
     def identity(self, setup: Setup) -> str:
-        """See TrainingData.identity. It is a hash of all prompts, and of the columns that rewards read."""
-        ids = [list(prompt.ids) for prompt in self.train]
-        return cache_key(ids=ids, columns=[repr(dict(prompt.columns)) for prompt in self.train])
+        """See TrainingData.identity. It is a hash of all prompts, and of the columns that rewards read, without images."""
+        columns = [
+            repr({name: value for name, value in prompt.columns.items() if name not in IMAGES})
+            for prompt in self.train
+        ]
+        return cache_key(
+            tokens=np.concatenate([prompt.tokens for prompt in self.train]),
+            lengths=np.array([len(prompt.tokens) for prompt in self.train]),
+            columns=columns,
+        )
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of prompts and rewards."""
@@ -247,8 +259,10 @@ class PromptData(TrainingData):
         steps = len(self.train) / batch
         plural = "" if steps == 1 else "s"
         completions = batch * grpo.num_generations
+        images = sum(len(prompt.pictures) for prompt in self.train)
+        shown = f" with {counted(images, 'image')}" if images else ""
         yield (
-            f"{counted(len(self.train), 'prompt')}, {grpo.num_generations} completions each of at most "
+            f"{counted(len(self.train), 'prompt')}{shown}, {grpo.num_generations} completions each of at most "
             f"{self.completion} tokens: {completions} completions a step, {steps:,.4g} step{plural} an epoch"
         )
         judged = ", ".join(f"{reward.weight:g} x {reward.word}" for reward in self.rewards)

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +35,16 @@ def weights_of(place: str) -> str:
 def encoder_of(directory: Path, weights: str) -> str:
     """Return the fingerprint of an encoder of images, with its image processor. weights: of its model, as `weights_of`."""
     settings = {path.name: path.read_text() for path in sorted(directory.glob("*config.json"))}
-    libraries = [version(name) for name in ("transformers", "pillow")]
+    libraries = {name: _version(name) for name in ("transformers", "pillow", "torchvision")}
     return cache_key(weights=weights, settings=settings, libraries=libraries)
+
+
+def _version(name: str) -> str | None:
+    """Return the version of a package; None if it isn't installed. transformers scales images by torchvision if it is there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def made_of(
@@ -70,7 +78,7 @@ def made_of(
     )
     images = {}
     if encoder is not None and dataset.images is not None and dataset.images.placed:
-        images["images or their encoder"] = cache_key(images=dataset.images.identity(), by=encoder)
+        images["images or their encoder"] = cache_key(images=dataset.images.identity, by=encoder)
     return images | {
         "weights of --load": weights,
         "data, tokenizer or chat template": cache_key(**data),

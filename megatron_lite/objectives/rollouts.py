@@ -79,7 +79,7 @@ class Rollouts(Feeder):
         prompts = [prompt.ids for prompt in asked for _ in range(grpo.num_generations)]
         rows = padded_rows(prompts, completions.ids)
         if self.images is not None:
-            rows = self.images.added(rows, prompts)
+            rows = self.images.added(rows, asked, grpo.num_generations)
         return {**rows, **{name: values.float() for name, values in figures.items()}}
 
     def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -70,10 +71,12 @@ class Images:
         numbers = self.numbers
         return len(np.unique(numbers)) - len(np.unique(numbers[inside]))
 
+    @cached_property
     def identity(self) -> str:
-        """Return a hash of the images and of their places. It reads all images. Raises CorruptCheckpoint."""
-        contents = [self.reader.hashed(number) for number in np.unique(self.numbers).tolist()]
-        return cache_key(starts=self.starts, numbers=self.numbers, contents=contents)
+        """A hash of the images and of their places. It reads all images, once. Raises CorruptCheckpoint."""
+        different, numbers = np.unique(self.numbers, return_inverse=True)
+        contents = [self.reader.hashed(number) for number in different.tolist()]
+        return cache_key(starts=self.starts, numbers=numbers, contents=contents)
 
     def taken(self, numbers: Sequence[int], most: int) -> NDArray[np.int64]:
         """Return the numbers of a sample's images, filled up to `most`, and read these images for the encoder."""

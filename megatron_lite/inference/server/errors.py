@@ -52,7 +52,9 @@ class TooLarge(Refused):
     status = 413
 
     def __init__(self, most: int) -> None:
-        super().__init__(f"the body is larger than {most} bytes")
+        super().__init__(
+            f"the body is larger than {most:,} bytes, the limit of this server (--max-body-bytes)"
+        )
 
 
 class TooSlow(Refused):

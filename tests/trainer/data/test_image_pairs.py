@@ -143,3 +143,29 @@ def test_an_equal_pair_is_left_out_with_its_images(model: Path, tmp_path: Path) 
     assert examples.equal == 1
     assert examples.images is not None
     assert examples.images.numbers.tolist() == [2, 3, 2, 3]
+
+
+def test_the_hash_of_images_knows_their_contents_and_not_their_numbers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = identity_of(read(model, tmp_path, PAIR, TEXTS))
+    reader = ImageReader(model)
+    options = ReadingOptions(pairs=True, images=reader)
+    tokenizer = HuggingFaceTokenizer(str(model))
+    for _ in range(2):  # the second reading gives other numbers
+        again = read_examples([str(tmp_path / "pairs.jsonl")], tokenizer, options)
+    assert again.images is not None
+    assert again.images.numbers.tolist() == [2, 3, 2, 3]
+    reads: list[int] = []
+    hashed = ImageReader.hashed
+    monkeypatch.setattr(
+        ImageReader, "hashed", lambda self, number: (reads.append(number), hashed(self, number))[1]
+    )
+    assert identity_of(again) == identity_of(again) == found
+    assert reads == [2, 3]
+    assert identity_of(read(model, tmp_path, {**PAIR, "images": ["0.png", "2.png"]})) != found
+
+
+def identity_of(examples: Examples) -> str:
+    assert examples.images is not None
+    return examples.images.identity

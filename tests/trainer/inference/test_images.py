@@ -22,7 +22,7 @@ from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.commands.chat import parser
 from megatron_lite.inference.conversation import Conversation
 from megatron_lite.inference.gallery import Picture
-from megatron_lite.inference.image_tokens import FIRST
+from megatron_lite.inference.image_tokens import FIRST, runs_of, tokens_of
 from megatron_lite.inference.opening import Opened, open_model
 from megatron_lite.inference.prompts import encode_chat
 from megatron_lite.inference.requests import Request
@@ -520,3 +520,11 @@ def test_tokens_are_counted_without_the_encoder(
 def test_the_list_of_models_says_whether_images_are_read(server: ForkedServing) -> None:
     _, found = server.ask("/v1/models")
     assert found["data"][0]["meta"]["images"] is True
+
+
+def test_runs_end_between_texts_images_and_repeated_images() -> None:
+    one, other = tokens_of(0, 3), tokens_of(1, 2)
+    row = [5, 6, *one, *one, *other, 7, one[1], one[2]]
+    runs = [run.tolist() for run in runs_of(row)]
+    assert runs == [[5, 6], [*one], [*one], [*other], [7], [one[1], one[2]]]
+    assert [run.tolist() for run in runs_of([9])] == [[9]]

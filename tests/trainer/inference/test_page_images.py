@@ -31,7 +31,7 @@ HAND_OVER = """
 CHOOSE = (
     'const input = document.getElementById("files"); input.files = held.files; input.onchange();'
 )
-DROP = 'document.getElementById("form").ondrop({preventDefault() {}, dataTransfer: held});'
+DROP = "document.ondrop({preventDefault() {}, dataTransfer: held});"
 PASTE = 'document.getElementById("prompt").onpaste({preventDefault() {}, clipboardData: held});'
 LATEST = "document.querySelector('article:last-child p').textContent"
 
@@ -140,9 +140,43 @@ def test_a_continued_text_has_no_images(tab: Page, directory: Path) -> None:
     pending(tab, 1)
     tab.run("document.getElementById('mode').value = 'text'; document.getElementById('mode').onchange()")  # fmt: skip
     assert not shown(tab, "#add")
-    answer(tab, "hello")
-    error = tab.run("document.getElementById('error').textContent")
-    assert error == "a continued text has no images: start a new chat"
+    tab.run("document.getElementById('send').click()")
+    error = "document.getElementById('error').textContent"
+    assert tab.run(error) == "a continued text has no images: take them out, or choose the chat"
+    pending(tab, 1)
+    tab.run("document.getElementById('mode').value = 'chat'; document.getElementById('mode').onchange()")  # fmt: skip
+    assert answer(tab, "hello")
+    tab.run("document.getElementById('mode').value = 'text'; document.getElementById('mode').onchange()")  # fmt: skip
+    answer(tab, "and")
+    tab.wait(f"{error} === 'a continued text has no images: start a new chat'")
+
+
+def test_a_refused_image_goes_back_into_the_form(tab: Page, directory: Path) -> None:
+    path = directory / "broken.png"
+    path.write_bytes(b"no image")
+    give(tab, path, CHOOSE)
+    pending(tab, 1)
+    tab.run("document.getElementById('prompt').focus()")
+    tab.type("what?")
+    tab.run("document.getElementById('send').click()")
+    tab.wait("document.getElementById('error').textContent.includes('read as an image')")
+    pending(tab, 1)
+    assert tab.run("document.getElementById('prompt').value") == "what?"
+    tab.run("document.querySelector('#images button').click()")
+    assert answer(tab, "")
+    tab.complaints[:] = [each for each in tab.complaints if "400" not in each]
+
+
+def test_an_image_that_is_read_late_is_not_in_the_message_before(
+    tab: Page, directory: Path
+) -> None:
+    give(
+        tab,
+        directory / "data" / "0.png",
+        f"{CHOOSE} document.getElementById('prompt').value = 'hello'; at('send').click();",
+    )
+    pending(tab, 1)
+    assert tab.run("turns[0].images.length") == 0
 
 
 def test_the_card_says_that_images_are_read(tab: Page) -> None:

@@ -311,7 +311,7 @@ def test_a_body_that_is_announced_too_large_is_refused_before_it_comes(
         with head(serving, [f"Host: {host}", announced], route) as connection:
             status, said = received(connection)
             assert (status, time.monotonic() - begun < 3) == (413, True)
-            assert "larger than 4194304 bytes" in (
+            assert "larger than 4,194,304 bytes" in (
                 said if isinstance(said, str) else said["error"]["message"]
             )
 

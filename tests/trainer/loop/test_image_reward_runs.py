@@ -1,10 +1,12 @@
 """Runs on rewards of answers to prompts with images: the samples and the step of transformers' whole model."""
 
 import json
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +16,9 @@ from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.objectives.image_feeder import PLACES, ImageFeeder
 from megatron_lite.objectives.policy import Completed
 from megatron_lite.objectives.prompt_images import PromptImages
-from megatron_lite.objectives.prompts import read_prompts
+from megatron_lite.objectives.prompts import Prompt, PromptData, read_prompts
 from megatron_lite.objectives.rollouts import padded_rows
+from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.grpo import Grpo
 from tests.trainer.loop.launches import launch, metrics, train
@@ -161,12 +164,26 @@ def test_a_completion_may_have_the_token_of_images(tmp_path: Path) -> None:
         objective.microbatch, Settings(), torch.device("cpu"), 1, 0, reader, None, None
     )
     images = PromptImages.of(feeder, [one])
-    rows = images.added(padded_rows([one.ids], [[72, token(WORD), 73]]), [one.ids])
+    rows = images.added(padded_rows([one.ids], [[72, token(WORD), 73]]), [one], 1)
     count = reader.tokens(0)
     assert (rows["tokens"] == token(WORD)).sum() == count + 1
     assert rows[PLACES].sum() == count
     assert not rows[PLACES][0, len(one.ids) :].any()
     assert rows["labels"].max() < 1000
+
+
+def test_the_identity_of_prompts_leaves_images_out() -> None:
+    """Tables hold the bytes of all images."""
+    one = Prompt("", "", np.array([1, 2]), {"answer": "a", "images": [{"bytes": b"png"}]})
+    other = replace(one, columns={"answer": "a", "images": []})
+    setup = cast("Setup", None)
+
+    def identity(*prompts: Prompt) -> str:
+        return PromptData(prompts, (), (), 1).identity(setup)
+
+    assert identity(one) == identity(other)
+    assert identity(one) != identity(replace(one, columns={"answer": "b"}))
+    assert identity(one, one) != identity(replace(one, tokens=np.array([1, 2, 1, 2])), one)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,9 @@ def test_titles_of_blocks_count(tmp_path: Path) -> None:
 
 def test_prompts_and_the_columns_of_rewards_count() -> None:
     def identity(*prompts: tuple[tuple[int, ...], Any]) -> str:
-        made = [Prompt("file:1", "text", ids, {"answer": answer}) for ids, answer in prompts]
+        made = [
+            Prompt("file:1", "text", np.array(ids), {"answer": answer}) for ids, answer in prompts
+        ]
         return PromptData(made, [], [], 8).identity(ANY)
 
     before = identity(((1, 2), "4"), ((3,), "5"))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_lite.data.finetuning.forms import Message
@@ -37,8 +38,8 @@ def test_thinking_is_apart_from_content(
     engine: Any = None
     stops = frozenset(tokenizer.tokenize("<|return|><|call|>"))
     sampler = Sampler(engine, tokenizer, stops, (), Grpo(), 1)
-    chat = Prompt("", ASKED, encode_chat(tokenizer, ASKED), {})
-    plain = Prompt("", "2 + 2?", encode(tokenizer, "2 + 2?"), {})
+    chat = Prompt("", ASKED, np.array(encode_chat(tokenizer, ASKED)), {})
+    plain = Prompt("", "2 + 2?", np.array(encode(tokenizer, "2 + 2?")), {})
     tokens = tokenizer.tokenize(written)
     offered = sampler._offered([chat, plain], [tokens, tokens])
     as_message, as_text = offered["completions"]

@@ -138,7 +138,7 @@ def ours(grpo: Grpo) -> tuple[list[StepReport], dict[str, torch.Tensor]]:
     """Two batches, two prompts a microbatch."""
     engine, reference = make(grpo), make(grpo)
     given = batches()
-    prompts = [Prompt("", "", tuple(ids), {}) for batch in given for ids in batch.prompts]
+    prompts = [Prompt("", "", np.array(ids), {}) for batch in given for ids in batch.prompts]
     rewards = [Reward("given.py:given", "given", 1.0, lambda: ())]
     sampler = Sampler(engine, SimpleNamespace(), frozenset({EOS}), rewards, grpo, 1)  # type: ignore[arg-type]
     answers = iter(given)

@@ -56,7 +56,12 @@ const showImages = () => {
     const remove = make("button", at("images"));
     remove.type = "button";
     remove.title = `Take out ${image.name}`;
-    remove.onclick = () => { images = images.filter(each => each !== image); showImages(); };
+    remove.setAttribute("aria-label", remove.title);
+    remove.onclick = () => {
+      images = images.filter(each => each !== image);
+      showImages();
+      at("prompt").focus();
+    };
     showImage(remove, image);
   }
   at("prompt").required = images.length === 0;
@@ -76,7 +81,8 @@ const addImages = async files => {
   try {
     for (const file of files) {
       if (!file.type.startsWith("image/")) throw new Error(`${file.name} is no image`);
-      images.push({ name: file.name, uri: await uriOf(file) });
+      const uri = await uriOf(file);
+      images.push({ name: file.name, uri });
     }
     complain("");
   } catch (error) { complain(error.message); }
@@ -175,15 +181,25 @@ const answer = async () => {
   }
   if (running === mine) running = null;
   if (turns.includes(turn)) {
-    if (turn.text || end) finish(turn, end, usage, (performance.now() - start) / 1000); else drop(turn);
+    if (turn.text || end) finish(turn, end, usage, (performance.now() - start) / 1000);
+    else { drop(turn); takeBack(turns.at(-1)); }
   }
   showButtons();
+};
+// A refused message with images goes back into the form: each later request would be refused for it.
+const takeBack = turn => {
+  if (!turn?.images.length) return;
+  drop(turn);
+  at("prompt").value ||= turn.text;
+  images = [...turn.images, ...images];
+  showImages();
 };
 
 at("form").onsubmit = event => {
   event.preventDefault();
   if (running || !(at("prompt").value || images.length)) return;
-  show("user", at("prompt").value, images);
+  if (images.length && !takesImages()) return complain("a continued text has no images: take them out, or choose the chat");
+  show("user", at("prompt").value, [...images]);
   at("prompt").value = "";
   images = [];
   showImages();
@@ -198,17 +214,20 @@ at("prompt").onkeydown = event => {
 at("add").onclick = () => at("files").click();
 at("files").onchange = () => { addImages([...at("files").files]); at("files").value = ""; };
 at("prompt").onpaste = event => {
-  const files = takesImages() ? [...event.clipboardData.files] : [];
-  if (!files.length) return;
+  const { files, types } = event.clipboardData;
+  // Programs for tables and slides copy a picture beside their text.
+  if (!takesImages() || !files.length || types.includes("text/plain")) return;
   event.preventDefault();
-  addImages(files);
+  addImages([...files]);
 };
-at("form").ondragover = event => { if (takesImages()) event.preventDefault(); };
-at("form").ondrop = event => {
-  if (!takesImages() || !event.dataTransfer.files.length) return;
-  event.preventDefault();
-  addImages([...event.dataTransfer.files]);
+// Otherwise the browser would open a file in place of the page.
+const dragsFiles = event => {
+  const found = event.dataTransfer.types.includes("Files");
+  if (found) event.preventDefault();
+  return found;
 };
+document.ondragover = dragsFiles;
+document.ondrop = event => { if (dragsFiles(event) && takesImages()) addImages([...event.dataTransfer.files]); };
 at("stop").onclick = () => running?.abort();
 at("again").onclick = () => {
   if (turns.at(-1)?.role === "assistant") drop(turns.at(-1));
