@@ -143,7 +143,7 @@ def _has_json_lines(path: str, text: str) -> bool:
     first, _, _ = text.lstrip().partition("\n")
     try:
         return isinstance(json.loads(first), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
@@ -152,7 +152,7 @@ def _prompt_of(line: str, file: Path, number: int) -> str | ChatPrompt:
     where = f"{file}, line {number}"
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise UsageError(

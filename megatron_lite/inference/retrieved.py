@@ -47,7 +47,7 @@ def _of_line(line: str, where: str) -> Retrieved:
     try:
         record = json.loads(line)
         prompt, neighbors = record["prompt"], record["neighbors"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise refused from error
     if not isinstance(prompt, str) or not isinstance(neighbors, list) or not neighbors:
         raise refused

@@ -92,7 +92,7 @@ def _rows(opened: Opened, path: str, lines: list[str]) -> Iterator[tuple[list[in
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{where}: is not JSON: {error}") from error
         tokens, first = _row(opened, record, where)
         _check_row(opened.config, tokens, first, where)

@@ -203,7 +203,7 @@ def read_tools(record: Mapping[str, Any]) -> Sequence[Any] | None:
     if isinstance(tools, str):  # tables store it as text
         try:
             tools = json.loads(tools) or None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(f'its "tools" are not JSON: {error}') from error
     if tools is not None and not isinstance(tools, list):
         raise BadRecord('its "tools" should be a list')

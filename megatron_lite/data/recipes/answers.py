@@ -85,7 +85,7 @@ def _records(path: Path) -> Iterator[Any]:
             continue
         try:
             yield json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
 
 

@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 def _parsed(line: bytes, path: Path, number: int) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
 
 

@@ -1,6 +1,6 @@
 """Numbers in records, by a path of fields such as `score.toxicity`."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +23,7 @@ def number_at(record: Any, path: str, where: str) -> float | None:
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
+    # A number of JSON may be larger than any float.
+    if not is_number or not abs(value) <= sys.float_info.max:
         raise CorruptCheckpoint(f"{where}: {path} should be a number, found {value!r:.40}")
     return float(value)

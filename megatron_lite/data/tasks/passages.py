@@ -47,7 +47,7 @@ def read_questions(path: str) -> list[Question]:
     """Return the questions of a file. Raises CorruptCheckpoint with the row for bad content."""
     try:
         rows = json.loads(read_whole(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise CorruptCheckpoint(f"{path}: should be a list of questions, as DPR's files are")

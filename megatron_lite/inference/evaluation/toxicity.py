@@ -103,7 +103,7 @@ def _records(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise CorruptCheckpoint(f"{path}, line {number}: is no JSON object")

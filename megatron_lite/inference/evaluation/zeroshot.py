@@ -163,7 +163,7 @@ def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Itera
         where = f"{path}, line {number}"
         try:
             text: Any = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             start = line[:60]
             raise CorruptCheckpoint(
                 f'{where}: expected {{"text": ...}}, found {start!r}'
