@@ -5,15 +5,30 @@ from typing import Any
 
 from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.server.pieces import Token
-from megatron_lite.inference.text import Detokenize
+from megatron_lite.inference.text import Detokenize, TextStream
 
 
-def in_completion(tokens: Sequence[Token], detokenize: Detokenize, offset: int) -> dict[str, Any]:
-    """Return the `logprobs` of a completion. offset: number of characters before these tokens."""
-    words, offsets = [detokenize([token]) for token, _ in tokens], []
-    for word in words:
-        offsets.append(offset)
-        offset += len(word)
+class Offsets:
+    """The places of tokens in a text that comes in pieces. The text of a token alone may be another one than within a text."""
+
+    def __init__(self, detokenize: Detokenize, before: Sequence[int]) -> None:
+        """before: the tokens that the text continues."""
+        self._text = TextStream(detokenize, after=before)
+        self._end = 0
+
+    def of(self, tokens: Sequence[Token]) -> list[int]:
+        """Return where the next tokens begin. All parts of a character begin where it begins."""
+        found = []
+        for token, _ in tokens:
+            found.append(self._end)
+            self._end += len(self._text.add(token))
+        return found
+
+
+def in_completion(
+    tokens: Sequence[Token], detokenize: Detokenize, offsets: Offsets
+) -> dict[str, Any]:
+    """Return the `logprobs` of a completion's next tokens."""
     top: list[dict[str, float] | None] = []
     for token, known in tokens:
         if known is None:
@@ -24,10 +39,10 @@ def in_completion(tokens: Sequence[Token], detokenize: Detokenize, offset: int) 
         top.append({names[each]: value for each, value in values_by_token.items()})
     values = [None if known is None else known.log_prob for _, known in tokens]
     return {
-        "tokens": words,
+        "tokens": [detokenize([token]) for token, _ in tokens],
         "token_logprobs": values,
         "top_logprobs": top,
-        "text_offset": offsets,
+        "text_offset": offsets.of(tokens),
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lite.inference.server.errors import Refused, refused_json
-from megatron_lite.inference.server.log_probs import in_chat, in_completion
+from megatron_lite.inference.server.log_probs import Offsets, in_chat, in_completion
 from megatron_lite.inference.server.pieces import Choice, Piece, Pieces, Token
 from megatron_lite.inference.text import Detokenize
 
@@ -29,6 +29,8 @@ class Form:
     prompt_tokens: int = 0
     usage: bool = False
     """True if a stream ends with the numbers of tokens."""
+    continued: Sequence[Sequence[int]] = ()
+    """For each choice of a completion, the tokens that its text continues."""
     identity: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     last_line = "data: [DONE]\n\n"
@@ -43,9 +45,10 @@ class Form:
     async def events(self, pieces: Pieces) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the chunks of a stream."""
         choices: dict[int, Choice] = {}
+        offsets = self._offsets()
         async for piece in pieces:
             before = choices.get(piece.choice)
-            yield self.part(piece, before or Choice(), first=before is None)
+            yield self.part(piece, before or Choice(), offsets, first=before is None)
             choices.setdefault(piece.choice, Choice()).add(piece)
         if self.usage:
             yield self._envelope([], streamed=True) | self._usage(list(choices.values()))
@@ -57,14 +60,21 @@ class Form:
     def answer(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the answer with these choices."""
         made = []
+        offsets = self._offsets()
         for number, choice in enumerate(choices):
             fields: dict[str, Any] = {"text": choice.text}
             if self.chat:
                 fields = {"message": _message(choice)}
-            made.append(self._choice(number, fields, choice.tokens, choice.end, 0))
+            made.append(self._choice(number, fields, choice.tokens, choice.end, offsets))
         return self._envelope(made, streamed=False) | self._usage(choices)
 
-    def part(self, piece: Piece, before: Choice, *, first: bool) -> dict[str, Any]:
+    def _offsets(self) -> list[Offsets]:
+        """Return the offsets of all choices of a completion."""
+        return [Offsets(self.detokenize, before) for before in self.continued]
+
+    def part(
+        self, piece: Piece, before: Choice, offsets: Sequence[Offsets], *, first: bool
+    ) -> dict[str, Any]:
         """Return a chunk of a stream.
 
         before: the choice up to this chunk. first: whether it is the choice's first chunk.
@@ -79,7 +89,7 @@ class Form:
             called = {"tool_calls": calls} if calls else {}
             fields = {"delta": role | thought | content | called}
         return self._envelope(
-            [self._choice(piece.choice, fields, piece.tokens, piece.end, len(before.text))],
+            [self._choice(piece.choice, fields, piece.tokens, piece.end, offsets)],
             streamed=True,
         )
 
@@ -117,13 +127,13 @@ class Form:
         fields: dict[str, Any],
         tokens: Sequence[Token],
         end: str | None,
-        offset: int,
+        offsets: Sequence[Offsets],
     ) -> dict[str, Any]:
         found: dict[str, Any] | None = None
         if self.log_probs and self.chat:
             found = {"content": in_chat(tokens, self.detokenize), "refusal": None}
         elif self.log_probs:
-            found = in_completion(tokens, self.detokenize, offset)
+            found = in_completion(tokens, self.detokenize, offsets[number])
         return {"index": number, **fields, "logprobs": found, "finish_reason": end}
 
 

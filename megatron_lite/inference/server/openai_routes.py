@@ -20,6 +20,8 @@ def read_chat(fields: Fields, opened: Opened, name: str) -> tuple[Wanted, Form]:
 
 
 def _form(wanted: Wanted, opened: Opened, *, chat: bool) -> Form:
+    prompts = [() if wanted.echo else prompt for prompt in wanted.prompts]
+    continued = [prompt for prompt in prompts for _ in range(wanted.choices)]
     return Form(
         chat=chat,
         model=wanted.model,
@@ -28,4 +30,5 @@ def _form(wanted: Wanted, opened: Opened, *, chat: bool) -> Form:
         drafts=isinstance(opened.model, Drafter),
         prompt_tokens=wanted.prompt_tokens,
         usage=wanted.usage,
+        continued=() if chat else continued,
     )

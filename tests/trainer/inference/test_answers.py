@@ -1,6 +1,7 @@
 """Answers of OpenAI's routes: log-probabilities of tokens that have the same text; and to whom an opened server answers."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.server.openai_answers import Form
-from megatron_lite.inference.server.pieces import Choice
+from megatron_lite.inference.server.pieces import Choice, Piece, Pieces
+from megatron_lite.inference.text import Detokenize, continuation
 
 TEXTS = {
     1: "a",
@@ -21,7 +23,13 @@ TEXTS = {
 
 
 def form(*, chat: bool) -> Form:
-    return Form(chat, "tiny", lambda ids: "".join(TEXTS[token] for token in ids), log_probs=True)
+    return Form(
+        chat,
+        "tiny",
+        lambda ids: "".join(TEXTS[token] for token in ids),
+        log_probs=True,
+        continued=((),),
+    )
 
 
 def logprobs(likelihood: Likelihood, token: int, *, chat: bool) -> Any:
@@ -52,6 +60,55 @@ def test_in_chats_every_entry_has_a_token_of_its_own_and_no_bytes_that_it_does_n
     assert [(each["token"], each["bytes"]) for each in found["top_logprobs"]] == [
         ("token_id:2", None), ("a", [97]), ("\N{REPLACEMENT CHARACTER}", None),
     ]  # fmt: skip
+
+
+def of_words(ids: Sequence[int]) -> str:
+    """Words with a space before each but the first, as Llama 2's tokenizer gives them."""
+    return " ".join(map(str, ids))
+
+
+def of_bytes(ids: Sequence[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("detokenize", "before", "tokens", "offsets"),
+    [
+        (of_words, (5, 6), (7, 8, 9), [0, 2, 4]),
+        (of_words, (), (5, 6, 7), [0, 1, 3]),
+        (of_bytes, b"a", "é日b".encode(), [0, 0, 1, 1, 1, 2]),
+    ],
+)
+@pytest.mark.parametrize("held", [False, True])
+def test_offsets_are_places_in_the_text_in_streams_too(
+    detokenize: Detokenize,
+    before: Sequence[int],
+    tokens: Sequence[int],
+    offsets: list[int],
+    *,
+    held: bool,
+) -> None:
+    """held: whether the text comes with the last token, because it may be the beginning of a stop word."""
+    made = Form(chat=False, model="tiny", detokenize=detokenize, log_probs=True, continued=[before])
+    text = continuation(detokenize, before, tokens)
+
+    async def pieces() -> Pieces:
+        for number, token in enumerate(tokens):
+            is_last = number == len(tokens) - 1
+            own = text[offsets[number] : [*offsets, len(text)][number + 1]]
+            late = text if is_last else ""
+            shown = late if held else own
+            yield Piece(0, shown, ((token, Likelihood(-1.0)),), "stop" if is_last else None)
+
+    async def asked() -> list[Any]:
+        whole = await made.whole(pieces())
+        return [[whole], [chunk async for chunk in made.events(pieces())]]
+
+    for chunks in asyncio.run(asked()):
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["text"] for choice in choices) == text
+        found = [place for choice in choices for place in choice["logprobs"]["text_offset"]]
+        assert found == offsets
 
 
 @pytest.mark.parametrize(
