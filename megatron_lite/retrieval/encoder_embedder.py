@@ -44,6 +44,7 @@ class EncoderEmbedder:
         self.width = int(model.config.hidden_size)
         self._batch = batch
         positions = getattr(model.config, "max_position_embeddings", most_tokens)
+        positions -= _first_position(model)
         self._before, self._behind = self._special_tokens()
         special = len(self._before) + len(self._behind)
         self._room = max(1, min(most_tokens, positions) - special)
@@ -98,3 +99,10 @@ class EncoderEmbedder:
             if complete[start : start + len(plain)] == plain:
                 return complete[:start], complete[start + len(plain) :]
         return [], []
+
+
+def _first_position(model: Any) -> int:
+    """Return the position of the first token. RoBERTa counts from behind the number of its padding token."""
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1

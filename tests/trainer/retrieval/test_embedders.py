@@ -51,6 +51,23 @@ def test_vectors_are_means_without_special_tokens(encoder: Path, tmp_path: Path)
     assert [embedder.count(text) for text in TEXTS] == [3, 1, 10, 0]
 
 
+def test_texts_are_cut_to_the_positions_of_a_roberta(encoder: Path, tmp_path: Path) -> None:
+    """Its first token has the position 2, behind that of padding."""
+    import shutil
+
+    import transformers
+
+    directory = Path(shutil.copytree(encoder, tmp_path / "roberta"))
+    config = transformers.RobertaConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=MOST + 2,
+    )  # fmt: skip
+    transformers.RobertaModel(config).save_pretrained(directory)
+    options = EmbedderOptions(3, 100, tmp_path / "unused")
+    long, cut = open_embedder(f"hf:{directory}", options).embed(["d c b a d a b", "d c b a d a"])
+    np.testing.assert_array_equal(long, cut)
+
+
 def test_equal_weights_have_equal_fingerprints(encoder: Path, tmp_path: Path) -> None:
     import shutil
 
