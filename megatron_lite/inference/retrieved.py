@@ -28,7 +28,7 @@ class Retrieved(NamedTuple):
 def read_retrieved(path: str) -> list[Retrieved]:
     """Read the file of --retro-neighbors. Raises UsageError with the line."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     found = [

@@ -187,7 +187,7 @@ def _tokens(tokenizer: Tokenizer, text: str, where: str) -> list[int]:
 
 def _read(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8", newline="") as file:  # line ends stay as they are
+        with path.open(encoding="utf-8-sig", newline="") as file:  # line ends stay as they are
             return file.read()
     except OSError as error:
         raise UsageError(f"{path}: can't be read: {error.strerror}") from error

@@ -174,7 +174,8 @@ class Server:
             return
         authorization = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = authorization or request.headers.get(ANTHROPIC_KEY, "")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
+        # Starlette decodes the bytes of headers as Latin-1, and clients send other characters in UTF-8.
+        if not hmac.compare_digest(given.encode("latin-1"), self.key.encode()):
             raise WrongKey(
                 "the key is missing or wrong: Authorization: Bearer KEY", code="invalid_api_key"
             )

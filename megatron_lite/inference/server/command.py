@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from formats.errors import CheckpointError
 from megaconv.errors import UsageError
 from megaconv.extras import install
-from megaconv.terminal import show
+from megaconv.terminal import reason_of, show
 from megatron_lite.inference.commands.serve import KEY
 from megatron_lite.inference.gallery import Images, NoImages
 from megatron_lite.inference.generation_config import GENERATION
@@ -65,10 +65,10 @@ def _key(given: argparse.Namespace) -> str | None:
     key: str | None
     if given.api_key_file:
         try:
-            with open(given.api_key_file, encoding="utf-8") as file:  # noqa: PTH123  # its first line alone
+            with open(given.api_key_file, encoding="utf-8-sig") as file:  # noqa: PTH123  # its first line alone
                 key = file.readline().strip()
-        except OSError as error:
-            raise UsageError(f"{given.api_key_file}: can't be read: {error.strerror}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{given.api_key_file}: can't be read: {reason_of(error)}") from error
     else:
         key = given.api_key if given.api_key is not None else os.environ.get(KEY)
     if key == "":
