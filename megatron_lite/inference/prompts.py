@@ -6,7 +6,7 @@ from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
-from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.encoding import HALF_CHARACTER, BadRecord, has_half_character
 from megatron_lite.data.harmony import harmony_marks
 from megatron_lite.data.harmony_messages import with_descriptions
 from megatron_lite.data.template_messages import as_template_expects
@@ -36,7 +36,8 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
     except (ValueError, TypeError) as error:
         if isinstance(tokenizer, NullTokenizer):
             raise UsageError(str(error)) from error
-        raise UsageError(f"the text {text[:60]!r} can't be tokenized: {error}") from error
+        why = HALF_CHARACTER if has_half_character(text) else error
+        raise UsageError(f"the text {text[:60]!r} can't be tokenized: {why}") from error
 
 
 def encode_chat(

@@ -126,12 +126,15 @@ def _row(opened: Opened, record: Any, where: str) -> tuple[list[int], int]:
     completion = fields.get("completion")
     if isinstance(tokens, list) and all(type(token) is int for token in tokens):
         return tokens, 1
-    if isinstance(text, str):
-        return list(encode(tokenizer, text)), 1
-    if isinstance(prompt, str) and isinstance(completion, str):
-        before = encode(tokenizer, prompt)
-        after = tokens_of(tokenizer, completion)
-        return [*before, *after], max(len(before), 1)
+    try:
+        if isinstance(text, str):
+            return list(encode(tokenizer, text)), 1
+        if isinstance(prompt, str) and isinstance(completion, str):
+            before = encode(tokenizer, prompt)
+            after = tokens_of(tokenizer, completion)
+            return [*before, *after], max(len(before), 1)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
     found = str(record)[:60]
     raise UsageError(
         f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {found!r}'

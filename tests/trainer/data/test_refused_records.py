@@ -1,12 +1,14 @@
-"""JSON that is nested too deeply, and numbers that no float holds, are refused in one line by every reader of records."""
+"""JSON that is nested too deeply, numbers that no float holds and half characters are refused in one line by every reader of records."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from formats.errors import CheckpointError, CorruptCheckpoint
+from megaconv.errors import UsageError
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import read_tools
 from megatron_lite.data.recipes.answers import _records
@@ -51,3 +53,19 @@ def test_deep_json_of_tools_is_refused() -> None:
 def test_a_number_that_no_float_holds_is_refused() -> None:
     with pytest.raises(CorruptCheckpoint, match="line 1: score should be a number, found 999"):
         number_at({"score": 10**400 - 1}, "score", "line 1")
+
+
+def test_half_a_character_in_a_row_to_score_is_refused_by_its_line(tmp_path: Path) -> None:
+    opened = SimpleNamespace(tokenizer=HalfRefused())
+    rows = _rows(opened, "rows.jsonl", ["", '{"text": "bad \\ud800"}'])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^rows\.jsonl, line 2: .* half of a surrogate pair"):
+        list(rows)
+
+
+class HalfRefused:
+    """A tokenizer that refuses a text in words of its package."""
+
+    begin = ()
+
+    def tokenize(self, text: str) -> list[int]:
+        raise ValueError("unable to cast")
