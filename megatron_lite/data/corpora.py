@@ -36,7 +36,7 @@ def parse_corpora(words: Sequence[str], flag: str = "--data-path") -> Corpora:
             f"{flag} is empty; give the prefix of a dataset, its path without .bin or .idx"
         )
     names = tuple(word.strip() for word in words)
-    weights = [_number(word) for word in words[::2]]
+    weights = [number_of(word) for word in words[::2]]
     has_weights = len(words) % 2 == 0 and any(weight is not None for weight in weights)
     if not has_weights:
         return Corpora(names, None)
@@ -56,7 +56,8 @@ def parse_corpora(words: Sequence[str], flag: str = "--data-path") -> Corpora:
     return Corpora(prefixes, tuple(checked))
 
 
-def _number(word: str) -> float | None:
+def number_of(word: str) -> float | None:
+    """Return the number that a word is; None for another word."""
     try:
         return float(word)
     except ValueError:

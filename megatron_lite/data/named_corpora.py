@@ -19,6 +19,7 @@ from typing import Any
 from formats.stores.addresses import is_store
 from formats.yaml_file import read_yaml
 from megaconv.errors import UsageError
+from megatron_lite.data.corpora import number_of
 
 VARIABLE = "MEGATRON_LITE_CORPORA"
 
@@ -83,8 +84,7 @@ def with_prefixes(
 
 def _known(word: str, names: Mapping[str, NamedCorpus], flag: str) -> str:
     """A weight or a prefix as it is. Raises UsageError for a word that is neither, nor a name."""
-    is_number = word.replace(".", "", 1).replace("e-", "", 1).isdigit()
-    if is_number or "/" in word or Path(f"{word}.idx").is_file():
+    if number_of(word) is not None or "/" in word or Path(f"{word}.idx").is_file():
         return word
     raise UsageError(
         f"{flag}: {word} is not the prefix of a data set, nor a name of --corpora; known names: {', '.join(sorted(names))}"

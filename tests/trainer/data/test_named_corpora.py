@@ -34,6 +34,7 @@ def test_names_become_prefixes_and_have_their_weights(file: Path) -> None:
     assert blended == (("/data/wiki_text_document", books), (0.3, 0.7))
     assert found(file, "wikipedia", "web") == ("/data/wiki_text_document", web)
     assert found(file, "2", "web", "1e-1", "books") == ("2", web, "1e-1", books)
+    assert found(file, "1e2", "web", "1E+1", "books") == ("1e2", web, "1E+1", books)
     assert found(file, "own/prefix", "web") == ("own/prefix", web)
 
 
