@@ -66,15 +66,18 @@ class VectorFiles:
     def begin(self, meta: Meta) -> None:
         """Write meta.json, or compare it with that of an ended run. Raises UsageError."""
         path = self.directory / META
+        has_shards = any(self.directory.glob("ids.*.npy"))
         if path.is_file():
-            before = self.meta()
+            before = asdict(self.meta())
+            # A run that failed at its first passages, which were corrected since, left nothing of them.
+            free = ("source",) if has_shards else ("source", "evidence", "shard_rows")
             for name, value in asdict(meta).items():
-                old = asdict(before)[name]
-                if old != value and name != "source":
+                if before[name] != value and name not in free:
                     raise UsageError(
-                        f"{path}: was begun with {name} {old!r}, not {value!r}; give the same flags, or another directory"
+                        f"{path}: was begun with {name} {before[name]!r}, not {value!r}; give the same flags, or another directory"
                     )
-            return
+            if has_shards:
+                return
         self.directory.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{META}.{os.getpid()}")
         unfinished.write_text(json.dumps(asdict(meta), indent=2) + "\n", encoding="utf-8")

@@ -144,6 +144,22 @@ def test_wrong_flags_get_one_line(
     assert message in line
 
 
+def test_passages_that_were_refused_may_be_corrected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The failed run has left no vectors, which the corrected passages could contradict."""
+    passages, index = tmp_path / "passages.tsv", tmp_path / "index"
+    words = ("--embedder", "hash:16", "--evidence-data-path", passages, "--output", index)
+    passages.write_text("7\tParis is in France\n")
+    assert run(embed, *words) == 3
+    assert "has 2 columns" in capsys.readouterr().err
+    passages.write_text("7\tParis is in France\tParis\n")
+    assert run(embed, *words) == 0
+    assert VectorFiles(index).meta().evidence == open_evidence(passages).identity()
+    passages.write_text("8\tParis is in France\tParis\n")
+    assert run(embed, *words) == 2
+
+
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
