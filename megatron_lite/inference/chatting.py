@@ -16,6 +16,7 @@ from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.begun_answers import begun_answer, show
 from megatron_lite.inference.commands.chat import HELP, RAW_HELP
 from megatron_lite.inference.conversation import Conversation
+from megatron_lite.inference.flags import show_without_effect
 from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.generating import sampling_of
 from megatron_lite.inference.opening import Opened, run
@@ -30,6 +31,7 @@ def main(given: argparse.Namespace) -> None:
     if given.raw and given.system:
         raise UsageError("--raw continues texts, which have no system message; leave --system out")
     sampling_of(given)  # raises before anything is loaded
+    show_without_effect(given)
     run(given, lambda opened: _use(opened, given))
 
 

@@ -193,6 +193,23 @@ def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:
     add("--ignore-eos", action="store_true", help="go on after the end of the text")
 
 
+_USUAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Flags that choose among tokens for a sample, with their defaults."""
+
+
+def show_without_effect(given: argparse.Namespace) -> None:
+    """Print the flags of sampling that have no effect, because always the likeliest token is chosen."""
+    if given.temperature > 0 or os.environ.get("RANK", "0") != "0":
+        return
+    names = [name for name, usual in _USUAL.items() if getattr(given, name) != usual]
+    if names:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+        show(
+            f"without effect here: {flags}; samples need a --temperature above 0",
+            sys.stderr,
+        )
+
+
 def add_drafting(parser: Parser) -> None:
     """Add the flag of drafts."""
     parser.add_argument(

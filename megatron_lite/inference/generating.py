@@ -17,6 +17,7 @@ from megatron_lite.inference.batching import NO_TOKEN, RunningBatch, Step, steps
 from megatron_lite.inference.beams import Beam, BeamSettings
 from megatron_lite.inference.begun_answers import begun_answer, show, text_of
 from megatron_lite.inference.chat_prompts import encode_prompt
+from megatron_lite.inference.flags import show_without_effect
 from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.live_search import open_live_search
@@ -55,6 +56,7 @@ def sampling_of(given: argparse.Namespace) -> Sampling:
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
     sampling_of(given)  # raises before anything is loaded
+    show_without_effect(given)
     has_file = given.prompts_file is not None
     has_log_probs = given.log_probs is not None
     check_questions(given)

@@ -10,7 +10,7 @@ from megatron_lite.inference.flags import (
 )
 
 EXAMPLES = """  megatron-lite chat Llama-3.2-1B-Instruct --temperature 0.7
-  megatron-lite chat gpt2 --raw --top-k 40
+  megatron-lite chat gpt2 --raw --temperature 1 --top-k 40
   printf '/image cat.png\\nWhat is it?\\n' | megatron-lite chat Qwen2.5-VL-3B-Instruct
   echo "What is a torus?" | megatron-lite chat tuned --system "Answer in one sentence." """
 

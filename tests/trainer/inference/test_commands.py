@@ -153,6 +153,24 @@ def test_generate_prints_beams(model: tuple[Path, Any], capfd: pytest.CaptureFix
     ]
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_flags_of_samples_without_a_temperature_are_named(
+    command: str,
+    model: tuple[Path, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    directory, _ = model
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
+    words = [command, "--load", directory, *(["Hello"] if command == "generate" else ["--raw"])]
+    flags = ["--top-k", 40, "--min-p", 0.1, "--max-new-tokens", 1]
+    assert run(*words, *flags) == 0
+    said = "without effect here: --top-k, --min-p; samples need a --temperature above 0\n"
+    assert capfd.readouterr().err == said
+    assert run(*words, *flags, "--temperature", 1) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_a_stop_word_ends_an_answer(
     model: tuple[Path, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
