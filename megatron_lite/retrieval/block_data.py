@@ -27,7 +27,12 @@ class BlockData:
         for first in range(0, len(items), _ROWS):
             rows = items[first : first + _ROWS]
             ids = np.array([number for number, _ in rows], np.int64)
-            yield ids, np.stack([self._vector(vector) for _, vector in rows])
+            vectors = [self._vector(vector) for _, vector in rows]
+            if len({len(vector) for vector in vectors}) > 1:
+                raise CorruptCheckpoint(
+                    f"{self.path}: the vectors of `embed_data` have different numbers of floats"
+                )
+            yield ids, np.stack(vectors)
 
     def _table(self) -> dict[int, object]:
         if not self.path.is_file():

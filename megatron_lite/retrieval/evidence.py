@@ -90,7 +90,9 @@ class FileEvidence:
 def _id(where: str, value: Any) -> int:
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if number != value and not isinstance(value, str):  # such as 1.5
         number = -1
     if not 0 <= number < 1 << 63:
         raise CorruptCheckpoint(f"{where}: the id {value!r} is not a number")

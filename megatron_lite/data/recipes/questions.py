@@ -137,7 +137,9 @@ def _asked(record: Any, where: str) -> Asked:
         or not all(isinstance(one, str) for one in answers)
     ):
         raise CorruptCheckpoint(f'{where}: expected "answers" with a list of texts, or "answer"')
-    options = record.get("choices", ()) if record.get("qa_type") == "multi_choice_qa" else ()
+    options = record.get("choices") or [] if record.get("qa_type") == "multi_choice_qa" else []
+    if not isinstance(options, list):
+        raise CorruptCheckpoint(f'{where}: expected "choices" with a list')
     return Asked(
         record["question"], tuple(answers), tuple(_passages(record, where)), tuple(options)
     )
@@ -148,7 +150,8 @@ def _passages(record: Mapping[str, Any], where: str) -> Iterator[Mapping[str, st
     if isinstance(record.get("sub-paragraphs"), str):
         yield {"title": "", "text": record["sub-paragraphs"]}
         return
-    for passage in record.get("ctxs") or ():
+    passages = record.get("ctxs") or []
+    for passage in passages if isinstance(passages, list) else [passages]:
         if not isinstance(passage, dict) or not isinstance(passage.get("text"), str):
             raise CorruptCheckpoint(f'{where}: expected "ctxs" of objects with "title" and "text"')
         yield {"title": str(passage.get("title", "")), "text": passage["text"]}

@@ -65,6 +65,22 @@ def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ctxs": 5}, 'expected "ctxs" of objects'),
+        ({"qa_type": "multi_choice_qa", "choices": "red"}, 'expected "choices" with a list'),
+    ],
+)
+def test_fields_of_a_question_that_are_no_lists_are_refused(
+    fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    asked = {"question": "Who?", "answer": "I", **fields}
+    (tmp_path / "bad.json").write_text(json.dumps([asked]))
+    with pytest.raises(CorruptCheckpoint, match=f"question 1: {message}"):
+        list(read_questions(tmp_path / "bad.json"))
+
+
+@pytest.mark.parametrize(
     ("text", "answer", "size", "expected"),
     [
         ("the red house", "A red house!", 1, 1.0), ("red", "red house", 1, 2 / 3), ("blue", "red", 1, 0.0),

@@ -92,6 +92,10 @@ def test_block_data_that_run_code_are_refused(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"embed_data": {1: "a"}}))
     with pytest.raises(CorruptCheckpoint, match="is not a vector of floats"):
         list(BlockData(path).shards())
+    vectors = {1: np.zeros(3, np.float16), 2: np.zeros(4, np.float16)}
+    path.write_bytes(pickle.dumps({"embed_data": vectors}))
+    with pytest.raises(CorruptCheckpoint, match="have different numbers of floats"):
+        list(BlockData(path).shards())
 
 
 @pytest.mark.parametrize(
@@ -156,6 +160,14 @@ def test_files_that_are_not_utf_8_are_named(name: str, tmp_path: Path) -> None:
     path.write_bytes(b"1\t\xe9\ta\n")
     with pytest.raises(CorruptCheckpoint, match=f"{name}: is not text in UTF-8"):
         read_questions(path) if name == "qa.csv" else list(open_evidence(path).rows())
+
+
+@pytest.mark.parametrize("number", ["1.5", "1e400", "-1", "[]"])
+def test_a_passage_is_named_by_a_whole_number(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "passages.jsonl"
+    path.write_text(f'{{"id": {number}, "text": "a"}}\n')
+    with pytest.raises(CorruptCheckpoint, match=r"line 1: the id .* is not a number"):
+        list(open_evidence(path).rows())
 
 
 def test_a_quotation_mark_without_its_end_is_named(tmp_path: Path) -> None:
