@@ -76,6 +76,8 @@ def questions_of(given: argparse.Namespace) -> Questions:
 
 def check_questions(given: argparse.Namespace) -> None:
     """Raise UsageError for flags that contradict each other."""
+    if given.length_penalty != 1 and given.beams is None:
+        raise UsageError("--length-penalty requires --beams")
     if given.retro_neighbors is not None:
         _check_retrieved(given)
         return

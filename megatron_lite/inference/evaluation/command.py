@@ -40,8 +40,30 @@ def _check(given: argparse.Namespace) -> None:
         raise UsageError(f"--limit-tokens {given.limit_tokens} must be 1 or more")
     if given.webtext_eval:
         _check_random_windows(given)
-    elif given.eval_iters is not None:
-        show("without effect here: --eval-iters, which belongs to --webtext-eval", sys.stderr)
+    _show_without_effect(given)
+
+
+def _show_without_effect(given: argparse.Namespace) -> None:
+    """Print a line for each flag of a measurement that isn't asked for."""
+    owners: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+        ("--task", given.task, ("valid_data",)),
+        ("--task LAMBADA", given.task == "LAMBADA", ("strict_lambada",)),
+        ("--corpus", given.corpus, ("limit_tokens", "skip_bad_lines")),
+        ("--webtext-eval", given.webtext_eval, ("eval_iters",)),
+        ("--toxicity", given.toxicity, ("prompts",)),
+        (
+            "--lm-eval",
+            given.lm_eval,
+            ("include_path", "num_fewshot", "limit", "apply_chat_template"),
+        ),
+    )
+    for owner, is_asked, names in owners:
+        for name in names:
+            value = getattr(given, name)
+            is_given = value is not None and value is not False
+            if is_given and not is_asked:
+                flag = f"--{name.replace('_', '-')}"
+                show(f"without effect here: {flag}, which belongs to {owner}", sys.stderr)
 
 
 def _check_random_windows(given: argparse.Namespace) -> None:

@@ -417,6 +417,7 @@ def test_ranks_started_together_generate_what_one_does(
         (["score", "--load", "MODEL", "--input", "WORDS", "--top", "-1"], "--top -1 must be 0 or"),
         (["score", "--load", "MODEL", "--input", "WORDS", "--top", "999"], "--top 999 exceeds the"),
         (["generate", "--load", "MODEL", "x", "--log-probs", "999"], "--log-probs 999 exceeds the"),
+        (["generate", "--load", "MODEL", "x", "--length-penalty", "2"], "requires --beams"),
         (
             ["generate", "--load", "MODEL", "x", "--beams", "2", "--repetition-penalty", "2"],
             "excludes --temperature, --repetition-penalty",

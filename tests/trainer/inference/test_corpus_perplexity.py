@@ -16,6 +16,8 @@ from megaconv.errors import UsageError
 from megatron_lite.cli import main
 from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.recipes.documents import Reader
+from megatron_lite.inference.commands.evaluate import parser
+from megatron_lite.inference.evaluation.command import _check
 from megatron_lite.inference.evaluation.corpus import entries_of, find_sources, perplexity
 from megatron_lite.inference.evaluation.random_windows import random_windows, sampled_perplexity
 from megatron_lite.inference.evaluation.windows import stream_windows
@@ -239,3 +241,24 @@ def test_two_data_parallel_ranks_measure_what_one_does(
     one = json.loads((tmp_path / "one.json").read_text())["results"]["corpus"]
     two = json.loads((tmp_path / "run" / "two.json").read_text())["results"]["corpus"]
     assert two == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "owner"),
+    [
+        ("--task WIKITEXT103 --valid-data x --limit-tokens 5", "--limit-tokens", "--corpus"),
+        ("--task WIKITEXT103 --valid-data x --strict-lambada", "--strict-lambada", "--task LAMBADA"),
+        ("--corpus x --valid-data x", "--valid-data", "--task"),
+        ("--corpus x --limit 0", "--limit", "--lm-eval"),
+        ("--corpus x --eval-iters 5", "--eval-iters", "--webtext-eval"),
+        ("--corpus x --prompts x", "--prompts", "--toxicity"),
+    ],
+)  # fmt: skip
+def test_flags_of_other_measurements_are_named(
+    words: str, flag: str, owner: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    _check(parser().parse_args(["--load", "model", *words.split()]))
+    said = f"without effect here: {flag}, which belongs to {owner}\n"
+    assert capfd.readouterr().err == said
+    _check(parser().parse_args(["--load", "model", "--corpus", "x", "--limit-tokens", "5"]))
+    assert capfd.readouterr().err == ""
