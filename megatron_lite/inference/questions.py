@@ -128,8 +128,8 @@ def read_prompts(path: str) -> Iterator[str | ChatPrompt]:
         raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     text = read.removeprefix("\ufeff")  # a file of Windows may begin with a byte order mark
     is_json = _has_json_lines(path, text)
-    # A text in JSON may have other line ends within, such as U+2028.
-    for number, line in enumerate(text.split("\n") if is_json else text.splitlines(), 1):
+    # A prompt may have other line ends within, such as U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         if is_json:

@@ -1,4 +1,4 @@
-"""Files that editors of Windows write: with a byte order mark, or in UTF-16. And keys of other characters than ASCII."""
+"""Files of texts and keys: byte order marks, UTF-16, and line ends. And keys of other characters than ASCII."""
 
 import asyncio
 import json
@@ -11,6 +11,7 @@ import pytest
 
 from megaconv.errors import UsageError
 from megatron_lite.inference.evaluation import toxicity, zeroshot
+from megatron_lite.inference.questions import read_prompts
 from megatron_lite.inference.retrieved import Retrieved, read_retrieved
 from megatron_lite.inference.server.command import _key
 
@@ -41,6 +42,14 @@ def test_a_byte_order_mark_is_no_part_of_texts_and_records(tmp_path: Path) -> No
     assert read_retrieved(str(file)) == [Retrieved("a", ("b",))]
     assert toxicity._records(file) == [{"prompt": "a", "neighbors": ["b"]}]
     assert zeroshot._read(wiki) == "a b c"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_other_line_ends_within_a_prompt_end_no_line(end: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    prompts = ["one\u2028two", "three\x0cfour\x85five"]
+    file.write_bytes(f"{prompts[0]}{end}{end}{prompts[1]}{end}".encode())
+    assert list(read_prompts(str(file))) == prompts
 
 
 @pytest.mark.parametrize(("sent", "status"), [("schlüssel", 200), ("schlussel", 401)])
