@@ -165,10 +165,10 @@ def _measures(total: float, predicted: int, size: Size) -> dict[str, Any]:
     by_byte = _ratio(total, size.bytes)
     return {
         "loss": total / predicted,
-        "perplexity": _exponential(total / predicted),
+        "perplexity": exponential(total / predicted),
         "bits_per_byte": None if by_byte is None else by_byte / math.log(2),
-        "byte_perplexity": _exponential(by_byte),
-        "word_perplexity": _exponential(_ratio(total, size.words)),
+        "byte_perplexity": exponential(by_byte),
+        "word_perplexity": exponential(_ratio(total, size.words)),
         "tokens_per_word": _ratio(size.tokens, size.words),
         "documents": size.documents,
         "tokens": size.tokens,
@@ -182,7 +182,7 @@ def _ratio(value: float, count: int) -> float | None:
     return value / count if count else None
 
 
-def _exponential(value: float | None) -> float | None:
+def exponential(value: float | None) -> float | None:
     """Return e^value; None if it is too large for a float, as with texts that have no white space."""
     try:
         return None if value is None else math.exp(value)

@@ -5,7 +5,6 @@ Further documents, drawn in the same way, fill it. Window n has a generator of i
 run measures the same windows. The tokens of the corpus are in memory, 4 bytes each.
 """
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from formats.errors import CorruptCheckpoint
-from megatron_lite.inference.evaluation.corpus import Entry
+from megatron_lite.inference.evaluation.corpus import Entry, exponential
 from megatron_lite.inference.evaluation.windows import ROWS, Window, grouped, log_prob_sum
 from megatron_lite.inference.slots import LanguageModel
 
@@ -35,7 +34,7 @@ def sampled_perplexity(
     loss = total / (count * length)
     return {
         "loss": loss,
-        "perplexity": math.exp(loss),
+        "perplexity": exponential(loss),
         "windows": count,
         "predicted_tokens": count * length,
         "documents": len(ends),

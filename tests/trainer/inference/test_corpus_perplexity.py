@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
@@ -18,10 +19,11 @@ from megatron_lite.data.indexed_writer import IndexedWriter
 from megatron_lite.data.recipes.documents import Reader
 from megatron_lite.inference.commands.evaluate import parser
 from megatron_lite.inference.evaluation.command import _check
-from megatron_lite.inference.evaluation.corpus import entries_of, find_sources, perplexity
+from megatron_lite.inference.evaluation.corpus import Entry, entries_of, find_sources, perplexity
 from megatron_lite.inference.evaluation.random_windows import random_windows, sampled_perplexity
 from megatron_lite.inference.evaluation.windows import stream_windows
 from megatron_lite.inference.evaluation.zeroshot import wikitext_windows
+from megatron_lite.inference.slots import Recomputed
 from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import save
 from tests.trainer.inference.models import slots_of, tiny
@@ -144,6 +146,15 @@ def test_the_loss_of_random_windows_is_the_mean_of_their_tokens(tmp_path: Path) 
     assert found["perplexity"] == pytest.approx(math.exp(total / predicted))
     counts = ("windows", "predicted_tokens", "tokens")
     assert [found[name] for name in counts] == [windows, predicted, len(tokens)]
+
+
+def test_a_perplexity_that_is_too_large_for_a_float_is_none() -> None:
+    def logits(rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        return [torch.eye(9)[8].mul(2000).repeat(len(row), 1) for row in rows]
+
+    model = Recomputed(logits, 2, 64)
+    found = sampled_perplexity(model, [Entry([1, 2, 3, 4], "a")], 0, length=3, count=2)
+    assert (found["loss"], found["perplexity"]) == (2000, None)
 
 
 @pytest.mark.parametrize(
