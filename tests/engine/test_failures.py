@@ -532,8 +532,8 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
-WITHOUT_EFFECT = (("rotary_base", None), ("window_size", ()), ("consumed_train_samples", "many"))
-"""The first two are read as Megatron's default. A Hugging Face directory has no count of samples."""
+WITHOUT_EFFECT = (("rotary_base", None), ("window_size", ()))
+"""They are read as Megatron's default."""
 
 
 @pytest.mark.parametrize(("name", "value"), ARGUMENTS)
