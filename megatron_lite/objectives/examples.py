@@ -191,7 +191,7 @@ def _images(images: Images) -> str:
     """Return a text such as `4 images of 9 to 35 tokens`."""
     least, most = images.tokens.min(), images.tokens.max()
     sizes = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-    return f"{counted(len(np.unique(images.numbers)), 'image')} of {sizes} tokens"
+    return f"{counted(images.count, 'image')} of {sizes} tokens"
 
 
 def _margins(margins: NDArray[np.float64]) -> str:

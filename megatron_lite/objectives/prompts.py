@@ -259,11 +259,15 @@ class PromptData(TrainingData):
         steps = len(self.train) / batch
         plural = "" if steps == 1 else "s"
         completions = batch * grpo.num_generations
-        images = sum(len(prompt.pictures) for prompt in self.train)
-        shown = f" with {counted(images, 'image')}" if images else ""
         yield (
-            f"{counted(len(self.train), 'prompt')}{shown}, {grpo.num_generations} completions each of at most "
-            f"{self.completion} tokens: {completions} completions a step, {steps:,.4g} step{plural} an epoch"
+            f"{self._prompts()}, {grpo.num_generations} completions each of at most {self.completion} tokens: "
+            f"{completions} completions a step, {steps:,.4g} step{plural} an epoch"
         )
         judged = ", ".join(f"{reward.weight:g} x {reward.word}" for reward in self.rewards)
         yield f"rewards: {judged}"
+
+    def _prompts(self) -> str:
+        """Return a text such as `4 prompts with 3 images`."""
+        prompts = counted(len(self.train), "prompt")
+        images = sum(len(prompt.pictures) for prompt in self.train)
+        return f"{prompts} with {counted(images, 'image')}" if images else prompts

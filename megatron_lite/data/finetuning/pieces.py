@@ -1,6 +1,8 @@
 """The pieces of examples that fit into a sample: of plain texts, of examples that are truncated, and of pairs of answers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -72,26 +74,12 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
     rows = kept < ends
-    kept = _before_images(examples, starts, kept, rows)
+    if examples.images is not None:
+        kept = _shortened(starts, kept, rows, examples.images.last_whole)
     is_cut = np.asarray(rows.any(1))
     whole = _learn_something(examples, starts, kept)
     whole &= _differ(examples, starts, kept, is_cut)
     return _pair_pieces(examples, starts, kept, whole, is_cut)
-
-
-def _before_images(
-    examples: Examples,
-    starts: NDArray[np.int64],
-    ends: NDArray[np.int64],
-    rows: NDArray[np.bool_],
-) -> NDArray[np.int64]:
-    """The ends [pairs, 2], in these rows before an image that is not whole."""
-    kept = ends.copy()
-    if examples.images is None:
-        return kept
-    for place in zip(*np.nonzero(rows), strict=True):
-        kept[place] = examples.images.last_whole(int(starts[place]), int(ends[place]))
-    return kept
 
 
 def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> PairPieces:
@@ -104,23 +92,22 @@ def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> Pa
     ends = examples.bounds[1:].reshape(-1, 2)
     fitting = np.minimum(ends, starts + length)
     is_cut = fitting < ends
-    kept = _without_padding(examples, starts, fitting, is_cut, padding)
+    kept = _shortened(starts, fitting, is_cut, partial(_end_without, padding, examples))
     whole = np.asarray((kept > starts).all(1))
     whole &= _differ(examples, starts, kept, whole)
     return _pair_pieces(examples, starts, kept, whole, np.asarray(is_cut.any(1)))
 
 
-def _without_padding(
-    examples: Examples,
+def _shortened(
     starts: NDArray[np.int64],
     ends: NDArray[np.int64],
     rows: NDArray[np.bool_],
-    padding: int | None,
+    end_of: Callable[[int, int], int],
 ) -> NDArray[np.int64]:
-    """The ends [pairs, 2], before tokens of padding in these rows."""
+    """The ends [pairs, 2], in these rows moved by `end_of`, which returns the new end from start and end."""
     kept = ends.copy()
     for place in zip(*np.nonzero(rows), strict=True):
-        kept[place] = _end_without(padding, examples, starts[place], ends[place])
+        kept[place] = end_of(int(starts[place]), int(ends[place]))
     return kept
 
 

@@ -58,6 +58,11 @@ class Images:
         return np.searchsorted(self.starts, ends - 1) - before
 
     @property
+    def count(self) -> int:
+        """How many different images there are."""
+        return len(np.unique(self.numbers))
+
+    @property
     def numbers(self) -> NDArray[np.int64]:
         """[images]: the number of each. The two answers of a pair may have the same image."""
         return np.array([image.number for image in self.placed], np.int64)
@@ -68,8 +73,7 @@ class Images:
         np.add.at(covering, np.searchsorted(self.starts, firsts), 1)
         np.add.at(covering, np.searchsorted(self.starts, ends - 1), -1)
         inside = covering[:-1].cumsum() > 0
-        numbers = self.numbers
-        return len(np.unique(numbers)) - len(np.unique(numbers[inside]))
+        return self.count - len(np.unique(self.numbers[inside]))
 
     @cached_property
     def identity(self) -> str:

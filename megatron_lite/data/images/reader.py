@@ -76,7 +76,8 @@ class ImageReader:
 
         words: the texts of tokens, as `words_of` returns them. where: the image's record, for messages.
         """
-        size, written = file.size, self.measure(file, words)
+        size = file.size
+        written = self._sized(file, size, words)
         self._files.append(file)
         self._sizes.append(size)
         self._grids.append(written.grid)
@@ -85,8 +86,12 @@ class ImageReader:
 
     def measure(self, file: ImageFile, words: Words) -> Written:
         """Return the text of an image, without giving it a number. Reads its header alone. Raises as `add` does."""
+        return self._sized(file, file.size, words)
+
+    def _sized(self, file: ImageFile, size: tuple[int, int], words: Words) -> Written:
+        """Return the text of an image whose header is read."""
         try:
-            return self._of_size(file.size, words)
+            return self._of_size(size, words)
         except ValueError as error:
             raise _refused(file, error) from error
 

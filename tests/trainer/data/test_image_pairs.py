@@ -12,6 +12,7 @@ from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, rea
 from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, read_at_once
 from megatron_lite.data.finetuning.pair_dataset import PairDataset, pair_dataset
 from megatron_lite.data.finetuning.pieces import pairs_for
+from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.places import NO_IMAGE
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
@@ -169,3 +170,16 @@ def test_the_hash_of_images_knows_their_contents_and_not_their_numbers(
 def identity_of(examples: Examples) -> str:
     assert examples.images is not None
     return examples.images.identity
+
+
+def test_the_header_of_an_image_is_read_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    size = ImageFile.size.fget
+    assert size is not None
+    monkeypatch.setattr(
+        ImageFile, "size", property(lambda file: (opened.append(str(file)), size(file))[1])
+    )
+    read(model, tmp_path, PAIR)
+    assert [Path(name).name for name in opened] == ["0.png", "1.png"]

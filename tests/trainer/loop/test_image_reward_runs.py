@@ -23,8 +23,7 @@ from megatron_lite.settings.config import Settings
 from megatron_lite.settings.grpo import Grpo
 from tests.trainer.loop.launches import launch, metrics, train
 from tests.trainer.loop.test_image_pair_runs import QUESTIONS
-from tests.trainer.loop.test_image_runs import WORD
-from tests.trainer.loop.whole_models import OfTransformers, assert_weights, message
+from tests.trainer.loop.whole_models import WORD, OfTransformers, assert_weights, message
 from tests.trainer.multimodal import create, token, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")

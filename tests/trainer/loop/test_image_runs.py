@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.loop.launches import launch, metrics, train
+from tests.trainer.loop.whole_models import WORD, assert_weights, learn
 from tests.trainer.multimodal import MODELS, PLACEHOLDERS, chats, create, token, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
 
 LR = 0.1
-WORD = "<|image_pad|>"
 STEP = (
     f"--train-iters 1 --global-batch-size 1 --seq-length 448 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 "
     f"--lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --metrics-file metrics.jsonl "
@@ -31,7 +31,6 @@ STEP = (
 """One step, with all chats in its one sample. The weights change by the gradients."""
 IMAGES = (("0.png",), ("1.png", "2.png"), (), ("3.png",))
 """The images of the chats."""
-BESIDE = ("visual", "vision_", "projector", "embed_vision", "connector", "aligner", "image_newline")
 
 
 @dataclass(frozen=True)
@@ -96,34 +95,13 @@ def step_of_transformers(kind: str, directory: Path) -> tuple[float, Any]:
         total = total + torch.nn.functional.cross_entropy(logits, example.labels, reduction="sum")
         count += int((example.labels != -100).sum())
     loss = total / count
-    loss.backward()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not any(part in name for part in BESIDE):
-                parameter -= LR * parameter.grad
+    learn(model, loss, LR)
     return loss.item(), model
 
 
 def make(kind: str, directory: Path) -> Path:
     create(kind, directory / "hf")
     return write_chats(directory / "data")
-
-
-def assert_equals(directory: Path, model: Any) -> None:
-    """The run's weights in the original's files are those of transformers' model."""
-    import transformers
-
-    megaconv.convert(
-        directory / "run", directory / "back", saver="hf", base=directory / "hf", optimizer=False,
-        allow_lossy=["out_norm"],
-    )  # fmt: skip
-    load = transformers.AutoModelForImageTextToText.from_pretrained
-    found = dict(load(directory / "back", dtype=torch.float32).named_parameters())
-    before = dict(load(directory / "hf", dtype=torch.float32).named_parameters())
-    for name, expected in model.named_parameters():
-        moved = (expected - before[name]).abs().max()
-        allowed = 1e-4 * moved + 2e-7 * expected.abs().max()
-        assert (found[name] - expected).abs().max() <= allowed, name
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -136,7 +114,7 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     assert "reads the images" in running.log(0)
     assert "Loading weights" not in running.log(0)
     assert re.search(r"4 examples, 4 images of .*\d tokens, ", running.log(0))
-    assert_equals(tmp_path, model)
+    assert_weights(tmp_path, model)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +132,7 @@ def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Pa
     expected, model = step_of_transformers(kind, tmp_path)
     train(tmp_path, 2, f"finetune --load hf --finetune-data data/chats.jsonl {layout} {STEP}")
     assert metrics(tmp_path)[0]["loss"] == pytest.approx(expected, rel=1e-6)
-    assert_equals(tmp_path, model)
+    assert_weights(tmp_path, model)
 
 
 def losses(directory: Path) -> list[tuple[float | None, float | None]]:

@@ -8,8 +8,11 @@ import torch
 
 import megaconv
 from tests.trainer.image_texts import arguments_of, texts_of
-from tests.trainer.loop.test_image_runs import BESIDE, WORD
 from tests.trainer.multimodal import PLACEHOLDERS, token
+
+WORD = "<|image_pad|>"
+BESIDE = ("visual", "vision_", "projector", "embed_vision", "connector", "aligner", "image_newline")
+"""Words in the names of parameters that are not trained."""
 
 
 def message(role: str, content: Any) -> Any:
@@ -67,12 +70,17 @@ class OfTransformers:
 
     def learn(self, loss: torch.Tensor, lr: float) -> None:
         """Make a step of SGD on the language model."""
-        loss.backward()  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None and not any(part in name for part in BESIDE):
-                    parameter -= lr * parameter.grad
-                parameter.grad = None
+        learn(self.model, loss, lr)
+
+
+def learn(model: Any, loss: torch.Tensor, lr: float) -> None:
+    """Make a step of SGD on the language model of transformers' whole model."""
+    loss.backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not any(part in name for part in BESIDE):
+                parameter -= lr * parameter.grad
+            parameter.grad = None
 
 
 def assert_weights(directory: Path, model: Any) -> None:
