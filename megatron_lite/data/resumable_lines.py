@@ -37,15 +37,18 @@ class ResumableLines:
         """The complete lines from `first` on."""
         self._number = 0
         self._keeps = resume and path.exists()
+        self._replaces = not self._keeps
+        """Whether an older file's content is to be removed."""
         self._file: BinaryIO | None = None
 
     def start(self, total: int | None = None, check: Check = lambda number, line: None) -> None:
         """Open the file, check the lines that are there, and drop an incomplete last line.
 
+        A file to replace keeps its content until the first line is written.
         total: number of lines of the whole run. Raises UsageError, CorruptCheckpoint.
         """
         try:
-            file = self.path.open("r+b" if self._keeps else "wb")
+            file = self.path.open("r+b" if self._keeps else "ab")
         except OSError as error:
             raise UsageError(f"{self.path}: can't be written: {error.strerror}") from error
         self._file = file
@@ -54,8 +57,9 @@ class ResumableLines:
             raise UsageError(
                 f"{self.path}: has {self.complete:,} lines, and this run writes {total:,}; resume with the same flags"
             )
-        file.seek(size)
-        file.truncate()
+        if self._keeps:
+            file.seek(size)
+            file.truncate()
         if self.complete == total:
             self.first, self._old = self.complete, []
         self._number = self.first
@@ -91,6 +95,9 @@ class ResumableLines:
         """Write the next line. Raises UsageError if the file has another line there."""
         assert self._file is not None, "start() opens the file"
         line = json.dumps(fields, ensure_ascii=False).encode() + b"\n"
+        if self._replaces:
+            self._file.truncate(0)
+            self._replaces = False
         place = self._number - self.first
         self._number += 1
         if place >= len(self._old):

@@ -18,7 +18,10 @@ BATCH_RECORDS = 512
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Of UTF-8: Windows puts it at the beginning of text files. It is no text."""
-GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+_SKIPPED = tuple(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
+"""Begin frames without content, which pzstd writes before each other frame."""
+ZSTD = (b"\x28\xb5\x2f\xfd", *_SKIPPED)
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ def _encoded(
             yield batch, encode(options.encoding, batch)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(options.workers, context, initializer=_start_worker)
+    pool = ProcessPoolExecutor(options.workers, context, initializer=start_worker)
     waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
     try:
         for batch in batches:
@@ -174,7 +174,7 @@ def _next(waiting: deque[tuple[Batch, "Future[Encoded]"]]) -> tuple[Batch, Encod
     return batch, future.result()
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """Set up a worker: it ignores interrupts, which its parent handles, and ends with its parent.
 
     Its tokenizer needs no threads.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from formats.errors import CorruptCheckpoint
@@ -27,7 +28,12 @@ def find_files(words: Sequence[str], flag: str) -> list[str]:
 
 
 def read_records(name: str) -> Iterator[Record]:
-    """Yield the records of a file. Raises CorruptCheckpoint with the file's name if it can't be read to its end."""
+    """Yield the records of a file. Raises CorruptCheckpoint with the file's name if it can't be read to its end.
+
+    Raises UsageError for a pipe: the start of a file is read twice, and a pipe would lose it.
+    """
+    if Path(name).exists() and not Path(name).is_file():
+        raise UsageError(f"{name}: can be read once only; put its content into a file")
     if is_plain_text(name):
         yield Record(name, read_text(name))
     elif read_start(name).lstrip().startswith(b"["):

@@ -77,7 +77,7 @@ def run(given: argparse.Namespace) -> AnswerReport:
 
 def _records(path: Path) -> Iterator[Any]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     for number, line in enumerate(lines, 1):
@@ -94,8 +94,11 @@ def _pair(answered: Any, wanted: Any, where: str) -> tuple[str, Sequence[str]]:
     if not isinstance(answered, dict) or not isinstance(wanted, dict):
         raise CorruptCheckpoint(f"{where}: the files have different numbers of lines")
     text, answers = answered.get("text"), wanted.get("answers")
-    if not isinstance(text, str) or not isinstance(answers, list) or not answers:
-        raise CorruptCheckpoint(f'{where}: expected "text" here, and "answers" in the references')
+    are_texts = isinstance(answers, list) and all(isinstance(one, str) for one in answers)
+    if not isinstance(text, str) or not are_texts or not answers:
+        raise CorruptCheckpoint(
+            f'{where}: expected "text" here, and a list of texts in "answers" of the references'
+        )
     if answered.get("prompt") != wanted.get("prompt"):
         raise CorruptCheckpoint(f"{where}: the reference is of another prompt")
     return text, answers

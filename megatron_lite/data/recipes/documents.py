@@ -74,6 +74,9 @@ def texts_of(reader: Reader, files: Sequence[str]) -> Iterator[str]:
 def json_line(fields: Mapping[str, Any], where: str) -> bytes:
     """Return a record as a line of JSON. Raises CorruptCheckpoint for a value of a table that JSON can't represent."""
     try:
-        return json.dumps(fields, ensure_ascii=False).encode() + b"\n"
-    except (TypeError, UnicodeEncodeError) as error:
+        line = json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        line = json.dumps(fields).encode()  # half a surrogate pair stays, as an escape
+    except TypeError as error:
         raise CorruptCheckpoint(f"{where}: can't be written as JSON: {error}") from error
+    return line + b"\n"

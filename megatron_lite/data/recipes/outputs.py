@@ -17,9 +17,9 @@ from typing import IO, cast
 from megaconv.errors import TargetExists, UsageError
 from megatron_lite.data.packages import package
 
-_GZIP, _ZSTANDARD = ".gz", ".zst"
+GZIP, ZSTANDARD = ".gz", ".zst"
 _RECORDS = (".jsonl", ".json")
-_OF_TOKENIZERS = ("merges.txt", "vocab.txt")
+_OF_TOKENIZERS = ("merges.txt", "vocab.txt", "tokenizer.model")
 
 
 def output_names(files: Sequence[str]) -> list[str]:
@@ -40,7 +40,7 @@ def output_names(files: Sequence[str]) -> list[str]:
 
 
 def _as_json_lines(path: Path) -> str:
-    compression = path.suffix if path.suffix in (_GZIP, _ZSTANDARD) else ""
+    compression = path.suffix if path.suffix in (GZIP, ZSTANDARD) else ""
     plain = path.with_suffix("") if compression else path
     named = plain if plain.suffix in _RECORDS else plain.with_name(f"{plain.name}.jsonl")
     if plain.suffix == ".parquet":
@@ -55,6 +55,7 @@ def staged_directory(target: Path, inputs: Sequence[str], *, overwrite: bool) ->
     After an error nothing is left. Raises TargetExists, and UsageError as require_free does.
     """
     require_free(target, inputs, overwrite=overwrite)
+    target = target.resolve()  # the directory is made where a link leads to
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -100,12 +101,13 @@ def _may_be_an_output(path: Path) -> bool:
     """Return whether the commands of `data` write such files: JSON lines, also compressed, and files of tokenizers."""
     if path.is_symlink():
         return False
-    plain = path.with_suffix("") if path.suffix in (_GZIP, _ZSTANDARD) else path
+    plain = path.with_suffix("") if path.suffix in (GZIP, ZSTANDARD) else path
     return path.is_dir() or plain.suffix in _RECORDS or path.name in _OF_TOKENIZERS
 
 
 def take_place(staging: Path, target: Path) -> None:
-    """Rename a directory to the target, and remove the target's old content."""
+    """Rename a directory to the target, and remove the target's old content. A link stays, and leads to the new content."""
+    target = target.resolve()
     if not target.exists():
         staging.rename(target)
         return
@@ -113,6 +115,11 @@ def take_place(staging: Path, target: Path) -> None:
     target.rename(old)  # an empty directory gives way to another one
     staging.rename(target)
     shutil.rmtree(old)
+
+
+def partial_of(target: Path) -> Path:
+    """Return the hidden file that becomes an output. It ends as the output's name, which gives its compression."""
+    return target.with_name(f".partial.{target.name}")
 
 
 @contextmanager
@@ -127,11 +134,11 @@ def opened_for_writing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _compressed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
-    if path.suffix == _GZIP:
+    if path.suffix == GZIP:
         # No name and no time: the same documents give the same bytes.
         packed = gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0)
         return cast(AbstractContextManager[IO[bytes]], packed)
-    if path.suffix == _ZSTANDARD:
+    if path.suffix == ZSTANDARD:
         zstandard = package("zstandard", f"{path.name}: writing it")
         writer = zstandard.ZstdCompressor().stream_writer(file, closefd=False)
         return cast(AbstractContextManager[IO[bytes]], writer)

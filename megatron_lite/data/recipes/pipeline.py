@@ -10,11 +10,14 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +36,8 @@ from megatron_lite.data.recipes.outputs import (
     take_place,
 )
 from megatron_lite.data.recipes.removal import REASON, Report, Share
+from megatron_lite.data.text_pipeline import start_worker
+from megatron_lite.processes.interrupts import delayed_interrupts
 
 PACKAGE = "datatrove"
 SHOWN = 3
@@ -79,7 +84,7 @@ class Run:
     @property
     def partial(self) -> Path:
         """The directory of an unfinished run."""
-        output = self.places.output.absolute()
+        output = self.places.output.resolve()
         return output.with_name(f".{output.name}.partial")
 
 
@@ -130,11 +135,11 @@ class WriteFile:
             path.unlink(missing_ok=True)  # left by an interrupted task
         with opened_for_writing(paths[0]) as kept, opened_for_writing(paths[1]) as removed:
             for document in data:
-                fields = {**document.metadata[_ORIGINAL], self.key: document.text}
+                fields = document.metadata[_ORIGINAL]
                 reason = document.metadata.get(REASON)
                 where = document.metadata["where"]
                 if reason is None:
-                    kept.write(json_line(fields, where))
+                    kept.write(json_line({**fields, self.key: document.text}, where))
                 else:
                     removed.write(json_line({**fields, REASON: reason}, where))
                 yield document
@@ -241,12 +246,40 @@ def _hash_of(run: Run) -> str:
 def _execute(stage: Stage, workers: int, logs: Path) -> None:
     executors = package("datatrove.executor.local", "data")
     executor = executors.LocalPipelineExecutor(
-        pipeline=list(stage.steps),
-        tasks=stage.tasks,
-        workers=min(workers, stage.tasks),
-        logging_dir=str(logs),
+        pipeline=list(stage.steps), tasks=stage.tasks, workers=1, logging_dir=str(logs)
     )
-    executor.run()
+    workers = min(workers, stage.tasks)
+    if workers == 1:
+        executor.run()
+    else:
+        _run_in_processes(executor, workers)
+
+
+def _run_in_processes(executor: Any, workers: int) -> None:
+    """Run the incomplete tasks in processes. datatrove's own pool waits for ever if a process is killed.
+
+    Raises CheckpointError for a killed process, and the first error of a task, which ends the other tasks.
+    """
+    others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
+    try:
+        with delayed_interrupts():
+            tasks = executor.get_incomplete_ranks()
+            futures = [pool.submit(executor._run_for_rank, task) for task in tasks]
+        for future in as_completed(futures):
+            future.result()
+    except BaseException as error:
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()  # a task may take hours
+        if isinstance(error, BrokenProcessPool):
+            raise CheckpointError(
+                "a worker process was killed, perhaps for want of memory; give fewer --workers, and --resume"
+            ) from None
+        raise
+    finally:
+        with delayed_interrupts():
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager

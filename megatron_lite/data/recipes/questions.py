@@ -8,19 +8,22 @@ long, its passages are cut, and never its question.
 
 import argparse
 import json
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from formats.errors import CorruptCheckpoint
+from formats.whole_file import write_whole
 from megaconv.errors import TargetExists, UsageError
 from megaconv.local_paths import local_path
+from megatron_lite.data.recipes.documents import json_line
 
 DESCRIPTION = (
     "Make prompts and answers of questions with retrieved passages, for InstructRetro's tuning."
 )
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+LETTERS = string.ascii_uppercase
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,13 @@ class QuestionForm:
     answer: str = " {answer}"
     between: str = "\n\n"
     """The text between the parts of a prompt."""
+
+
+_FIELDS = {
+    "passage": ("title", "text"), "turn": ("question",), "choices": ("question", "options"),
+    "option": ("letter", "text"), "answer": ("answer",),
+}  # fmt: skip
+"""Text of QuestionForm -> the fields that it may have in braces."""
 
 
 @dataclass(frozen=True)
@@ -84,20 +94,22 @@ def run(given: argparse.Namespace) -> QuestionReport:
     if given.output.exists() and not given.overwrite:
         raise TargetExists(f"{given.output}: exists; pass --overwrite, or choose another")
     form = QuestionForm() if given.form is None else read_form(given.form)
-    report, lines = QuestionReport(), list[str]()
+    if given.neighbors < 0:
+        raise UsageError(f"--neighbors {given.neighbors} must be 0 or more")
+    report, lines = QuestionReport(), list[bytes]()
     for asked in read_questions(given.input):
         prompt, is_cut = prompt_of(asked, form, given.neighbors, given.max_words)
         completion = form.answer.format(answer=asked.answers[0])
         record = {"prompt": prompt, "completion": completion, "answers": list(asked.answers)}
-        lines.append(json.dumps(record, ensure_ascii=False))
+        lines.append(json_line(record, f"{given.input}, question {report.questions + 1}"))
         report.questions += 1
         report.cut += is_cut
-    given.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    write_whole(given.output, b"".join(lines))
     return report
 
 
 def read_form(path: Path) -> QuestionForm:
-    """Read the wording. Raises UsageError for unknown fields and for fields that aren't text."""
+    """Read the wording. Raises UsageError for unknown fields, and for fields that aren't text or have wrong braces."""
     found = _json(path)
     names = {item.name for item in fields(QuestionForm)}
     is_form = isinstance(found, dict) and found.keys() <= names
@@ -105,7 +117,16 @@ def read_form(path: Path) -> QuestionForm:
         raise UsageError(
             f"{path}: expected an object with texts for some of {', '.join(sorted(names))}"
         )
-    return QuestionForm(**found)
+    form = QuestionForm(**found)
+    for name, known in _FIELDS.items():
+        try:
+            getattr(form, name).format(**dict.fromkeys(known, ""))
+        except (LookupError, ValueError, AttributeError) as error:
+            braces = ", ".join(f"{{{field}}}" for field in known)
+            raise UsageError(
+                f"{path}: {name!r} may have {braces}, and other braces doubled, found {getattr(form, name)!r:.60}"
+            ) from error
+    return form
 
 
 def read_questions(path: Path) -> Iterator[Asked]:
@@ -119,7 +140,7 @@ def read_questions(path: Path) -> Iterator[Asked]:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"{path}: can't be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -140,6 +161,8 @@ def _asked(record: Any, where: str) -> Asked:
     options = record.get("choices") or [] if record.get("qa_type") == "multi_choice_qa" else []
     if not isinstance(options, list):
         raise CorruptCheckpoint(f'{where}: expected "choices" with a list')
+    if len(options) > len(LETTERS):
+        raise CorruptCheckpoint(f"{where}: has {len(options)} choices, more than there are letters")
     return Asked(
         record["question"], tuple(answers), tuple(_passages(record, where)), tuple(options)
     )

@@ -19,6 +19,7 @@ from megaconv.errors import UsageError
 from megaconv.local_paths import local_path, local_word
 from megatron_lite.data.finetuning.records import find_files
 from megatron_lite.data.recipes.documents import Document, Reader
+from megatron_lite.data.recipes.outputs import GZIP, ZSTANDARD
 from megatron_lite.data.recipes.scorers import Scorer, ScorerOptions, make_scorer
 from megatron_lite.data.resumable_lines import ResumableLines
 
@@ -122,6 +123,10 @@ def run(given: argparse.Namespace) -> ScoreReport:
     files = find_files(given.input, "--input")
     if any(Path(file).resolve() == given.output.resolve() for file in files):
         raise UsageError(f"--output {given.output}: is an input too; choose another file")
+    if given.output.suffix in (GZIP, ZSTANDARD):
+        raise UsageError(
+            f"--output {given.output}: lines are written uncompressed; choose a name without {given.output.suffix}"
+        )
     reader = Reader(given.text_key, given.skip_bad_lines, _warn)
     documents = (document for file in files for document in reader.documents(file))
     lines = ResumableLines(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import TargetExists, UsageError
 from megaconv.local_paths import local_path
-from megatron_lite.data.recipes.outputs import opened_for_writing
+from megatron_lite.data.recipes.outputs import opened_for_writing, partial_of
 from megatron_lite.data.recipes.values import number_at
 
 DESCRIPTION = "Keep the records with the lowest scores, as Megatron's detoxification does."
@@ -154,7 +154,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Any:
 
 def _copy_lines(source: Path, starts: NDArray[np.int64], target: Path) -> None:
     """Write the lines that begin at these bytes. The output appears when it is complete."""
-    partial = target.with_name(f".{target.name}.partial")
+    partial = partial_of(target)
     partial.unlink(missing_ok=True)
     try:
         with source.open("rb") as file, opened_for_writing(partial) as output:

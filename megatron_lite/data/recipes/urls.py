@@ -18,7 +18,7 @@ from megaconv.errors import TargetExists, UsageError
 from megaconv.local_paths import local_path, local_word
 from megatron_lite.data.finetuning.records import find_files
 from megatron_lite.data.packages import package
-from megatron_lite.data.recipes.outputs import opened_for_writing
+from megatron_lite.data.recipes.outputs import opened_for_writing, partial_of
 
 DESCRIPTION = "Remove unwanted URLs from lists of pages."
 SHORTEST = 9
@@ -66,12 +66,22 @@ class Rules:
         tldextract = package("tldextract", "data urls") if self.domains else None
         # The bundled list of suffixes is used: nothing is downloaded.
         self._extract = tldextract.TLDExtract(suffix_list_urls=()) if tldextract else None
+        for domain in self.domains:
+            self._require_no_suffix(domain)
+
+    def _require_no_suffix(self, domain: str) -> None:
+        """Raise UsageError for a name such as `example.com`, which no URL's name without suffix can equal."""
+        found = self._extract(domain) if self._extract else None
+        if found and found.domain and found.suffix:
+            raise UsageError(
+                f"--domains: {domain}: give the name without its suffix, {found.domain}"
+            )
 
     def reason(self, url: str) -> str | None:
         """Return the reason to remove a URL; None: keep it."""
-        if self._extract is not None and self._extract(url).domain in self.domains:
+        if self._extract is not None and self._extract(url).domain.lower() in self.domains:
             return "domain"
-        path = url.partition("?")[0].lower()
+        path = _path(url).lower()
         if any(path.endswith(ending) for ending in self.endings):
             return "ending"
         if len(url) < SHORTEST:
@@ -83,6 +93,13 @@ class Rules:
             return "duplicate"
         self.seen.add(key)
         return None
+
+
+def _path(url: str) -> str:
+    try:
+        return urlsplit(url).path
+    except ValueError:
+        return ""
 
 
 def _is_url(url: str) -> bool:
@@ -124,8 +141,8 @@ def run(given: argparse.Namespace) -> UrlReport:
         if any(Path(file).resolve() == target.resolve() for file in files):
             raise UsageError(f"{target}: is an input too; choose another file")
     rules = Rules(
-        frozenset(_words(given.domains) if given.domains else ()),
-        frozenset(_words(given.endings) if given.endings else ENDINGS),
+        frozenset(map(str.lower, _words(given.domains) if given.domains else ())),
+        frozenset(map(str.lower, _words(given.endings) if given.endings else ENDINGS)),
     )
     return _filter(files, rules, output, removed)
 
@@ -133,7 +150,7 @@ def run(given: argparse.Namespace) -> UrlReport:
 def _filter(files: list[str], rules: Rules, output: Path, removed: Path) -> UrlReport:
     """Write both outputs. They appear when they are complete."""
     report = UrlReport()
-    partial = [path.with_name(f".{path.name}.partial") for path in (output, removed)]
+    partial = [partial_of(path) for path in (output, removed)]
     for path in partial:
         path.unlink(missing_ok=True)
     try:
@@ -158,9 +175,12 @@ def _filter(files: list[str], rules: Rules, output: Path, removed: Path) -> UrlR
 
 
 def _words(path: Path) -> Iterator[str]:
-    """Yield the lines of a file that aren't blank, without white space around them. Raises UsageError, CorruptCheckpoint."""
+    """Yield the lines of a file that aren't blank, without white space around them and without a byte order mark.
+
+    Raises UsageError, CorruptCheckpoint.
+    """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             yield from filter(None, map(str.strip, file))
     except OSError as error:
         raise UsageError(f"{path}: can't be read: {error.strerror}") from error

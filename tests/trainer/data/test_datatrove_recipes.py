@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from formats.errors import CheckpointError
 from megatron_lite.data.recipes.command import main
 
 pytest.importorskip("datatrove", reason="the extra data-recipes")
@@ -103,6 +105,29 @@ def test_the_number_of_processes_changes_nothing(tmp_path: Path) -> None:
         assert run("dedup", "--input", *files, "--output", output, "--workers", workers) == 0
         for file in files:
             assert (output / file.name).read_bytes() == (tmp_path / "out1" / file.name).read_bytes()
+
+
+def die(data: Any, rank: int = 0, world_size: int = 1) -> None:
+    """A step that the system kills, as it does if the memory is full."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_ends_the_run(tmp_path: Path) -> None:
+    """A pool of multiprocessing would wait for ever."""
+    from megatron_lite.data.recipes.pipeline import Stage, _execute
+
+    with pytest.raises(CheckpointError, match="a worker process was killed"):
+        _execute(Stage([die], 3), 2, tmp_path / "logs")
+
+
+def test_the_output_may_be_a_link_to_a_directory(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", [text(), text()])
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    assert run("dedup", "--input", source, "--output", tmp_path / "out", "--overwrite") == 0
+    assert (tmp_path / "out").is_symlink()
+    assert len(read(tmp_path / "disk" / "a.jsonl")) == 2
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_texts_of_other_words_are_no_duplicates(tmp_path: Path) -> None:
@@ -249,7 +274,8 @@ def test_the_main_text_of_a_page_is_kept(tmp_path: Path) -> None:
     (kept,) = read(tmp_path / "out" / "a.jsonl")
     assert "The sea is wide" in kept["text"]
     assert "<p>" not in kept["text"]
-    assert read(tmp_path / "out-removed" / "a.jsonl")[0]["removed_because"] == "no-main-text"
+    removed = {"id": "a1", "text": "<html></html>", "removed_because": "no-main-text"}
+    assert read(tmp_path / "out-removed" / "a.jsonl") == [removed]
 
 
 def test_a_file_with_a_pipeline_of_datatrove_is_run(tmp_path: Path) -> None:

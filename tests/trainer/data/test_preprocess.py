@@ -185,6 +185,8 @@ def test_every_kind_of_input_gives_the_same_bytes(
     (tmp_path / "x.zst").write_bytes(
         zstandard.compress(plain[:100]) + zstandard.compress(plain[100:])
     )
+    skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00size"  # of pzstd, before each frame
+    (tmp_path / "x.pzstd").write_bytes(skipped + zstandard.compress(plain) + skipped)
     (tmp_path / "x.crlf").write_bytes(plain.replace(b"\n", b"\r\n").rstrip() + b"\n\n  \n")
     (tmp_path / "x.open").write_bytes(plain.rstrip())
     first, second = LINES.splitlines(keepends=True)[:4], LINES.splitlines(keepends=True)[4:]
@@ -192,7 +194,7 @@ def test_every_kind_of_input_gives_the_same_bytes(
     (tmp_path / "part-2").write_text("".join(second), encoding="utf-8")
     monkeypatch.setattr(text_files, "CHUNK_BYTES", 37)
     inputs: list[Sequence[object]] = [
-        [text], *([tmp_path / f"x.{kind}"] for kind in ("parquet", "gz", "zst", "crlf", "open")),
+        [text], *([tmp_path / f"x.{kind}"] for kind in ("parquet", "gz", "zst", "pzstd", "crlf", "open")),
         [tmp_path / "part-*"], [tmp_path / "part-1", tmp_path / "part-2"],
     ]  # fmt: skip
     written = set()

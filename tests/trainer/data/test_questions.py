@@ -7,10 +7,10 @@ import pytest
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import UsageError
-from megatron_lite.data.recipes import answers
+from megatron_lite.data.recipes import answers, questions
 from megatron_lite.data.recipes.answers import exact_match, f1
 from megatron_lite.data.recipes.command import make_parser
-from megatron_lite.data.recipes.questions import QuestionForm, read_questions
+from megatron_lite.data.recipes.questions import QuestionForm, read_form, read_questions
 
 ASKED = [
     {
@@ -27,8 +27,6 @@ def write(directory: Path, words: str) -> list[dict[str, object]]:
     given = make_parser().parse_args(
         f"questions --input {file} --output {directory / 'out.jsonl'} {words}".split()
     )
-    from megatron_lite.data.recipes import questions
-
     questions.run(given)
     return [json.loads(line) for line in (directory / "out.jsonl").read_text().splitlines()]
 
@@ -58,6 +56,20 @@ def test_the_wording_is_data(tmp_path: Path) -> None:
     assert first["prompt"] == "Q: Who wrote it? A:"
 
 
+@pytest.mark.parametrize("turn", ["{foo}", "{question", "{}", "{question.x}"])
+def test_a_form_with_wrong_braces_is_refused(turn: str, tmp_path: Path) -> None:
+    (tmp_path / "form.json").write_text(json.dumps({"turn": turn}))
+    with pytest.raises(UsageError, match=r"form.json: 'turn' may have \{question\}"):
+        read_form(tmp_path / "form.json")
+
+
+def test_half_a_surrogate_pair_in_a_question_stays(tmp_path: Path) -> None:
+    (tmp_path / "asked.json").write_text('[{"question": "a \\ud800", "answer": "b"}]')
+    words = f"questions --input {tmp_path / 'asked.json'} --output {tmp_path / 'out'}"
+    questions.run(make_parser().parse_args(words.split()))
+    assert "\ud800" in json.loads((tmp_path / "out").read_text())["prompt"]
+
+
 def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(json.dumps([{"question": "Who?"}]))
     with pytest.raises(CorruptCheckpoint, match=r"bad.json, question 1: expected .answers."):
@@ -69,6 +81,7 @@ def test_a_question_without_an_answer_is_refused(tmp_path: Path) -> None:
     [
         ({"ctxs": 5}, 'expected "ctxs" of objects'),
         ({"qa_type": "multi_choice_qa", "choices": "red"}, 'expected "choices" with a list'),
+        ({"qa_type": "multi_choice_qa", "choices": ["red"] * 27}, "has 27 choices"),
     ],
 )
 def test_fields_of_a_question_that_are_no_lists_are_refused(
@@ -94,6 +107,14 @@ def test_f1_counts_common_tokens(text: str, answer: str, size: int, expected: fl
 def test_an_exact_match_is_of_any_answer() -> None:
     assert exact_match(" the Author. ", ["Someone", "author"])
     assert not exact_match("an author of it", ["Someone", "author"])
+
+
+def test_references_that_are_no_texts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "found").write_text('{"prompt": "a", "text": "3"}\n')
+    (tmp_path / "wanted").write_text('{"prompt": "a", "answers": [3]}\n')
+    words = f"answers --input {tmp_path / 'found'} --references {tmp_path / 'wanted'}"
+    with pytest.raises(CorruptCheckpoint, match=r"found, line 1: expected .* a list of texts"):
+        answers.run(make_parser().parse_args(words.split()))
 
 
 def test_answers_that_are_not_utf_8_are_named(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`data score` and `data select`: scores of functions, classifiers and a service; figures against numpy; resumed runs."""
 
+import gzip
 import json
 import threading
 from collections.abc import Iterator, Sequence
@@ -105,6 +106,29 @@ def test_a_bad_scorer_is_refused(
     assert score(source, tmp_path / "out", scorer=scorer) != 0
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert said in line
+
+
+def test_an_output_stays_until_a_line_replaces_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl")
+    assert score(source, tmp_path / "out") == 0
+    before = (tmp_path / "out").read_bytes()
+    assert score(source, tmp_path / "out", "--overwrite", "--text-key", "body") != 0
+    assert "has no text in 'body'" in capsys.readouterr().err
+    raises = "tests.trainer.data.test_scores:raises"
+    assert score(source, tmp_path / "out", "--overwrite", scorer=raises) != 0
+    assert (tmp_path / "out").read_bytes() == before
+    shorter = write(tmp_path / "shorter.jsonl", TEXTS[:2])
+    assert score(shorter, tmp_path / "out", "--overwrite") == 0
+    assert len(read(tmp_path / "out")) == 2
+
+
+def test_a_compressed_output_of_scores_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert score(write(tmp_path / "in.jsonl"), tmp_path / "out.jsonl.gz") == 2
+    assert "lines are written uncompressed" in capsys.readouterr().err
 
 
 def too_few(texts: Sequence[str]) -> list[dict[str, float]]:
@@ -256,6 +280,10 @@ def test_the_lowest_half_of_all_records_is_chosen(
         assert report[name]["standard_deviation"] == pytest.approx(group.std())
         assert report[name]["share"] == pytest.approx(len(group) / 7)
     assert "± 0.043301" in capsys.readouterr().out
+
+    packed = tmp_path / "out.jsonl.gz"
+    assert main([*words[:-1], str(packed)]) == 0
+    assert gzip.decompress(packed.read_bytes()) == (tmp_path / "out").read_bytes()
 
     assert main([*words, "--overwrite", "--shuffle", "--seed", "3"]) == 0
     shuffled = [line["n"] for line in read(tmp_path / "out")]

@@ -1,6 +1,8 @@
 """`data split`, `data urls` and `data tokenizer`: parts, reasons and tokenizers."""
 
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,33 @@ def test_a_report_replaces_a_report_and_no_other_file(
     assert run(*words, report) == run(*words, report) == 0
 
 
+def test_the_output_may_be_a_link_to_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    source = corpus(tmp_path / "in.jsonl", 30)
+    assert run("split", "--input", source, "--output", tmp_path / "out", "--overwrite") == 0
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "disk" / "train.jsonl").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_half_a_surrogate_pair_beside_the_text_stays(tmp_path: Path) -> None:
+    line = '{"text": "the sea", "title": "\\ud800 \\u00e9"}\n'
+    (tmp_path / "in.jsonl").write_text(line)
+    words = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out")
+    assert run("split", *words, "--test-fraction", 0.01) == 0
+    assert (tmp_path / "out" / "train.jsonl").read_text() == line
+
+
+def test_a_pipe_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The start of a file is read twice, so that a pipe would lose it."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    words = ("--input", tmp_path / "pipe.jsonl", "--output", tmp_path / "out")
+    assert run("split", *words) == 2
+    assert "pipe.jsonl: can be read once only" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_fractions_of_one_or_more_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,8 +100,12 @@ def test_fractions_of_one_or_more_are_refused(
 
 @pytest.mark.parametrize(
     "words",
-    [("split",), ("tokenizer", "--type", "bpe", "--vocab-size", 300)],
-    ids=["split", "tokenizer"],
+    [
+        ("split",),
+        ("tokenizer", "--type", "bpe", "--vocab-size", 300),
+        ("tokenizer", "--type", "unigram", "--vocab-size", 13),
+    ],
+    ids=["split", "bpe", "unigram"],
 )
 def test_overwrite_keeps_a_directory_that_holds_the_input_or_other_files(
     words: tuple[object, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -106,14 +139,19 @@ def test_urls_are_removed_for_the_first_reason_that_holds(tmp_path: Path) -> Non
         "https://": "short",
         "https://a.org/7z.ai": "ending",
         "https://ai.org/page": None,
+        "https://example.ai": None,
+        "https://example.org/b.pdf#page=2": "ending",
+        "https://www.UNWANTED.org/": "domain",
     }
-    (tmp_path / "urls.txt").write_text("\n".join([*urls, "https://example.org/page", ""]))
-    (tmp_path / "domains.txt").write_text("unwanted\n")
+    lines = "\n".join([*urls, "https://example.org/page", ""])
+    (tmp_path / "urls.txt").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "domains.txt").write_text("Unwanted\n", encoding="utf-8-sig")
     domains: tuple[object, ...] = ("--domains", tmp_path / "domains.txt")
     try:
         import tldextract  # noqa: F401
     except ImportError:
         domains, urls["https://www.unwanted.co.uk/a.pdf"] = (), "ending"
+        urls["https://www.UNWANTED.org/"] = None
     words = ("--input", tmp_path / "urls.txt", "--output", tmp_path / "kept.txt", *domains)
     assert run("urls", *words) == 0
     kept = [url for url, reason in urls.items() if reason is None]
@@ -124,6 +162,26 @@ def test_urls_are_removed_for_the_first_reason_that_holds(tmp_path: Path) -> Non
     expected = [(reason, url) for url, reason in urls.items() if reason is not None]
     assert removed == [*expected, ("duplicate", "https://example.org/page")]
     assert run("urls", *words) != 0  # the output exists
+
+
+def test_a_domain_with_its_suffix_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tldextract", reason="the extra data-recipes")
+    (tmp_path / "urls.txt").write_text("https://example.org/page\n")
+    (tmp_path / "domains.txt").write_text("10.0.0.1\nco\nexample.org\n")
+    words = ("--input", tmp_path / "urls.txt", "--output", tmp_path / "kept.txt")
+    assert run("urls", *words, "--domains", tmp_path / "domains.txt") == 2
+    assert "example.org: give the name without its suffix, example" in capsys.readouterr().err
+
+
+def test_endings_may_have_capitals_and_the_name_gives_the_compression(tmp_path: Path) -> None:
+    (tmp_path / "urls.txt").write_text("https://example.org/page\nhttps://example.org/a.pdf\n")
+    (tmp_path / "endings.txt").write_text(".PDF\n")
+    words = ("--input", tmp_path / "urls.txt", "--output", tmp_path / "kept.txt.gz")
+    assert run("urls", *words, "--endings", tmp_path / "endings.txt") == 0
+    kept = gzip.decompress((tmp_path / "kept.txt.gz").read_bytes())
+    assert kept == b"https://example.org/page\n"
 
 
 @pytest.mark.oracle
