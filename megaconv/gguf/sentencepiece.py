@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of pieces."""
-_BPE = 2
-"""The kind of model that llama.cpp computes."""
+BPE = 2
+"""The kind of model that llama.cpp computes. The others are unigram (1), whole words and characters."""
 _IDS = {"unknown": 40, "bos": 41, "eos": 42, "padding": 43}
 """Special piece -> the field with its number."""
 
@@ -23,6 +23,27 @@ class Piece(NamedTuple):
     text: str
     score: float
     kind: int
+
+
+class Rules(NamedTuple):
+    """The way in which a tokenizer.model splits text."""
+
+    is_bpe: bool
+    """True for the kind that llama.cpp computes, also if the file doesn't name its kind."""
+    space_first: bool
+    """Whether a space is put before a text."""
+
+
+def read_rules(content: bytes) -> Rules:
+    """The rules of a tokenizer.model. Raises ValueError or IndexError if it isn't one."""
+    trained, normalized = (_message(content, number) for number in (2, 3))
+    return Rules(trained.get(3, BPE) == BPE, bool(normalized.get(3, True)))
+
+
+def _message(content: bytes, number: int) -> dict[int, int | bytes]:
+    """The fields of the message in a field; none if it is missing."""
+    found = dict(_fields(content)).get(number, b"")
+    return dict(_fields(found)) if isinstance(found, bytes) else {}
 
 
 def read_pieces(content: bytes) -> list[Piece]:
@@ -85,7 +106,7 @@ def model_of(
     """
     listed = tuple(pieces)
     has_bytes = any(piece.kind == BYTE for piece in listed)
-    trained = _number(3, _BPE) + _number(4, len(listed)) + _number(35, has_bytes)
+    trained = _number(3, BPE) + _number(4, len(listed)) + _number(35, has_bytes)
     for word, field in _IDS.items():
         number = ids.get(word)
         trained += _number(field, -1 if number is None else number)

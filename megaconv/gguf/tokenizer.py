@@ -11,7 +11,16 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.gguf import Value
 from formats.regular_files import parse_json, read_json, read_small
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
-from megaconv.gguf.sentencepiece import CONTROL, NORMAL, UNUSED, USER, Piece, read_pieces
+from megaconv.gguf.names import ARCHITECTURES
+from megaconv.gguf.sentencepiece import (
+    CONTROL,
+    NORMAL,
+    UNUSED,
+    USER,
+    Piece,
+    read_pieces,
+    read_rules,
+)
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
@@ -74,14 +83,12 @@ def tokenizer_values(
     settings: Mapping[str, Any] = {}
     if "tokenizer_config.json" in files:
         settings = files["tokenizer_config.json"].json()
-    found, named = _tokens(files, settings, config, extra)
+    found = _tokens(files, settings, config, extra)
     with well_formed("tokenizer_config.json"):
-        found |= _ids(settings, named, config)
+        found |= _ids(settings, found["tokens"].value, config)
         for name in ("add_bos_token", "add_eos_token"):
             if isinstance(settings.get(name), bool):
                 found[name] = Value("bool", settings[name])
-        if config.family == "gemma":
-            found["add_space_prefix"] = Value("bool", False)
     values: dict[str, Value] = {}
     if _strips_as_phi3(found, files, settings, config):
         values["general.name"] = Value("string", "Phi-3")
@@ -115,18 +122,21 @@ def _tokens(
     settings: Mapping[str, Any],
     config: ModelConfig,
     extra: Mapping[str, str],
-) -> tuple[dict[str, Value], Mapping[str, int]]:
-    """(metadata of the tokens, ids of the special tokens that have names). Raises UsageError without a tokenizer."""
-    named: Mapping[str, int] = {}
+) -> dict[str, Value]:
+    """Metadata of the tokens. Raises UsageError without a tokenizer."""
     if "tokenizer.model" in files:
         file = files["tokenizer.model"]
         with well_formed(file.where):
-            found = _sentencepiece(file.content(), _added(files, settings), config)
+            content = file.content()
+            _require_bpe(content, file.where)
+            found = _sentencepiece(content, _added(files, settings), config)
+            if not _puts_space_first(content, settings, config):
+                found["add_space_prefix"] = Value("bool", False)
     elif "tokenizer.json" in files:
         file = files["tokenizer.json"]
         with well_formed(file.where):
             raw = file.json()
-            found, named = _byte_level(raw, config, extra, file.where)
+            found = _byte_level(raw, config, extra, file.where)
             found |= _added_around(raw, found["pre"].value)
     else:
         _refuse_ranks(files)
@@ -135,7 +145,24 @@ def _tokens(
             "--option tokenizer=none leaves the tokenizer out"
         )
     _require_distinct(found["tokens"].value, file.where)
-    return found, named
+    return found
+
+
+def _require_bpe(content: bytes, where: str) -> None:
+    """Raises NotExpressible for a SentencePiece model of another kind, which llama.cpp would split in another way."""
+    if not read_rules(content).is_bpe:
+        raise NotExpressible(
+            f"{where}: is no BPE of SentencePiece, and llama.cpp would split text in another way; "
+            "leave the tokenizer out with --option tokenizer=none"
+        )
+
+
+def _puts_space_first(content: bytes, settings: Mapping[str, Any], config: ModelConfig) -> bool:
+    """Whether a text begins with a space. Gemma's tokenizers put none there, whatever their files say."""
+    if ARCHITECTURES[config.family].startswith("gemma"):
+        return False
+    given = settings.get("add_prefix_space")
+    return given if isinstance(given, bool) else read_rules(content).space_first
 
 
 def _require_distinct(tokens: Sequence[str], where: str) -> None:
@@ -178,8 +205,10 @@ def _added(files: Mapping[str, _File], settings: Mapping[str, Any]) -> dict[int,
 
 
 def _ids(
-    settings: Mapping[str, Any], named: Mapping[str, int], config: ModelConfig
+    settings: Mapping[str, Any], tokens: Sequence[str], config: ModelConfig
 ) -> dict[str, Value]:
+    """The ids of the special tokens that tokenizer_config.json names, or else of the configuration."""
+    named = {token: number for number, token in enumerate(tokens)}
     of_model = (
         ("bos", "bos", config.bos_token_id),
         ("eos", "eos", _first(config.eos_token_id)),
@@ -252,7 +281,7 @@ def _refuse_ranks(files: Mapping[str, _File]) -> None:
 
 def _byte_level(
     raw: Mapping[str, Any], config: ModelConfig, extra: Mapping[str, str], where: str
-) -> tuple[dict[str, Value], dict[str, int]]:
+) -> dict[str, Value]:
     model = raw["model"]
     if model["type"] != "BPE" or model.get("byte_fallback"):
         raise NotExpressible(
@@ -272,14 +301,13 @@ def _byte_level(
         types[token["id"]] = _type_of_added(token)
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     pre = extra.get("tokenizer_pre") or _pre(raw.get("pre_tokenizer"), where)
-    found = {
+    return {
         "model": Value("string", "gpt2"),
         "pre": Value("string", pre),
         "tokens": Value("string", tokens),
         "token_type": Value("i32", types),
         "merges": Value("string", merges),
     }
-    return found, ids
 
 
 def _stands_for_image(token: Mapping[str, Any], config: ModelConfig) -> bool:
