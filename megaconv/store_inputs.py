@@ -4,14 +4,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from formats.stores.addresses import AZURE, GOOGLE, S3, Address, is_store, parse
+from formats.stores.addresses import AZURE, GOOGLE, S3, Address, is_plain, is_store, parse
 from megaconv.errors import UsageError
 from megaconv.extras import install
 
 if TYPE_CHECKING:
     from formats.stores.writing import WritableStore
 
-__all__ = ["is_store", "parsed", "stand_in", "writable_store"]
+__all__ = ["is_store", "output_prefix", "parsed", "stand_in", "writable_store"]
 
 _BESIDE = ("hf", "context", "tokenizer")
 """Directories next to an iteration or to weights, with the configuration and the tokenizer: megaconv's and NeMo's."""
@@ -54,6 +54,23 @@ def parsed(place: str) -> Address:
         return parse(place)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def output_prefix(place: str) -> str:
+    """The prefix that the URI of an output names.
+
+    Raises UsageError for a wrong URI, for a whole bucket, and for a prefix that nobody could read as a directory. Clients
+    of Azure resolve `..` in a request, so that the objects would lie somewhere else.
+    """
+    prefix = parsed(place).prefix
+    if not prefix:
+        raise UsageError(f"{place}: names a whole bucket; expected s3://bucket/prefix")
+    for part in prefix.split("/"):
+        if not is_plain(part):
+            raise UsageError(
+                f"{place}: no output can have the part {part!r:.100} between two slashes; write the prefix as a plain path"
+            )
+    return prefix
 
 
 def writable_store(place: str) -> "WritableStore":

@@ -18,6 +18,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._-]{1,61}[A-Za-z0-9]")
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}\.(dfs|blob)\.[a-z0-9.-]+")
 _SIGNED = re.compile("[?&](X-Amz-|X-Goog-|sig=)", re.IGNORECASE)
 """A parameter of a signed URL. The same letters may be in a key's path."""
+_LONGEST_PART = 255
 _CHAINS = {
     S3: "boto3 finds credentials (AWS_PROFILE, AWS_*)",
     GOOGLE: "google-auth finds credentials (GOOGLE_APPLICATION_CREDENTIALS, gcloud)",
@@ -67,3 +68,9 @@ def parse(place: str) -> Address:
         )
     root = f"{scheme}://{authority if is_account else bucket}"
     return Address(kind, bucket, prefix, is_payer, host if is_account else "", root)
+
+
+def is_plain(part: str) -> bool:
+    """True if a part of a key, between two slashes, can be the name of a file or a directory."""
+    is_name = part not in ("", ".", "..") and not set(part) & {"\0", "\\"}
+    return is_name and len(part.encode("utf-8", "replace")) <= _LONGEST_PART

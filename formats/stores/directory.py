@@ -16,13 +16,13 @@ from pathlib import Path
 
 from formats.errors import CheckpointError, UnsafeContent
 from formats.partial_files import RemoteState, register_root
+from formats.stores.addresses import is_plain
 from formats.stores.objects import Listed, Store
 from formats.stores.stand_in import StandIn
 
 _THREADS = 16
 CLAIM, JOURNAL = ".megaconv-partial.json", ".megaconv-journal"
 """Names of what a run that writes leaves beside its output until it ends."""
-_LONGEST_PART = 255
 _PER_ARRAY = (".zarray",)
 """Names of small files that every array of a checkpoint has. The first read of one fetches all."""
 
@@ -126,8 +126,7 @@ def _hold_all(group: Sequence[StandIn]) -> None:
 def _parts(store: Store, key: str) -> list[str]:
     parts = key.split("/")
     for part in parts:
-        is_plain = part not in ("", ".", "..") and not set(part) & {"\0", "\\"}
-        if not is_plain or len(part.encode("utf-8", "replace")) > _LONGEST_PART:
+        if not is_plain(part):
             raise UnsafeContent(
                 f"{store.uri}: has an object {key!r:.200}, which can't be a path; remove it, or choose a deeper prefix"
             )

@@ -17,7 +17,7 @@ from megaconv.engine.record import RECORD_NAME
 from megaconv.errors import UsageError
 from megaconv.model.ir import Key, TensorInfo
 from megaconv.options import ConvertOptions
-from megaconv.store_inputs import parsed, writable_store
+from megaconv.store_inputs import output_prefix, writable_store
 
 _MOST_AHEAD = 3
 """Tensors that are written at the same time, if there are no more threads than that."""
@@ -33,9 +33,7 @@ def output_at(save_dir: str | Path, options: ConvertOptions, ranks: Ranks = ALON
             f"--overwrite: {save_dir}: objects can't be replaced in one step; a run that is killed at its end leaves neither "
             "the old checkpoint nor the new one. Give --yes-replace-objects too, or choose another place"
         )
-    address = parsed(str(save_dir))
-    if not address.prefix:
-        raise UsageError(f"{save_dir}: names a whole bucket; expected s3://bucket/prefix")
+    prefix = output_prefix(str(save_dir))
     terms = Terms(
         __version__, options.overwrite, options.take_over, options.spool, options.max_spool
     )
@@ -43,7 +41,7 @@ def output_at(save_dir: str | Path, options: ConvertOptions, ranks: Ranks = ALON
 
     store = writable_store(str(save_dir))
     return StoreTarget(
-        store, address.prefix, terms, member=ranks.rank, members=ranks.size, record=RECORD_NAME
+        store, prefix, terms, member=ranks.rank, members=ranks.size, record=RECORD_NAME
     )
 
 

@@ -180,9 +180,9 @@ class Saver:
         assert self.keep_last is not None
         older: list[int] = []
         for path in self.root.iterdir():
-            match = _ITERATION.fullmatch(path.name)
-            if match and int(match[1]) < newest:
-                older.append(int(match[1]))
+            number = number_of(path.name)
+            if number is not None and number < newest:
+                older.append(number)
         older.sort()
         too_many = max(0, len(older) + 1 - self.keep_last)
         for number in older[:too_many]:
@@ -202,6 +202,12 @@ def _replace(path: Path, content: bytes) -> None:
     write_file(new, content)
     new.rename(path)
     sync_directory(path.parent)
+
+
+def number_of(name: str) -> int | None:
+    """The number in the name of an iteration's directory; None for any other name."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def has_checkpoint(root: Path) -> bool:

@@ -10,7 +10,7 @@ A rank needs room on its disk for its own files of one checkpoint (TMPDIR). They
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from formats.stores.slots import Slots
 from formats.stores.store_journal import SentFile, StoreJournal
 from formats.stores.waiting import MEMORY_BYTES
 from formats.stores.writing import Upload, WritableStore
-from megatron_lite.checkpoint.saver import SIDECARS, Saver
+from megatron_lite.checkpoint.saver import SIDECARS, Saver, number_of
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.together import SaveError, of_all
 
@@ -99,9 +99,7 @@ class StoreSaver(Saver):
         self._require_claim()
         files = [file for of_rank in sent for file in of_rank]
         indexes = [file for file in files if file.name.endswith(_INDEXES)]
-        # An index of an earlier, incomplete save of this iteration must not point to new files.
-        for file in indexes:
-            self.store.delete(f"{self.prefix}/{file.name}")
+        self._remove_earlier(version, [file.name for file in files if file not in indexes])
         leftovers.at_once(self._complete, [file for file in files if file not in indexes])
         for file in indexes:
             self._complete(file)
@@ -110,6 +108,24 @@ class StoreSaver(Saver):
         self._put(rank_files.TRACKER, str(snapshot.iteration).encode())
         if self.keep_last is not None:
             self._prune_store(snapshot.iteration)
+
+    def _remove_earlier(self, version: str, replaced: Iterable[str]) -> None:
+        """Delete an earlier save of this iteration, but for the files that the new one replaces.
+
+        It may have another format or layout: readers would take its files for a part of the new one. Its index must not
+        point to new files.
+        """
+        kept = {f"{self.prefix}/{name}" for name in replaced}
+        earlier = self.store.listing(f"{self.prefix}/{version}/").objects
+        self._delete(each.key for each in earlier if each.key not in kept)
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, the indexes first."""
+        rest = set(keys)
+        for key in sorted(key for key in rest if key.endswith(_INDEXES)):
+            self.store.delete(key)
+            rest.remove(key)
+        leftovers.at_once(self.store.delete, rest)
 
     def _require_claim(self) -> None:
         """Raise SaveError if another run has taken over the claim on the prefix."""
@@ -127,21 +143,17 @@ class StoreSaver(Saver):
         self.store.put(f"{self.prefix}/{name}", content)
 
     def _prune_store(self, newest: int) -> None:
-        """Delete the oldest iterations, the index of each one first."""
+        """Delete the oldest iterations."""
         assert self.keep_last is not None
-        keys = [each.key for each in self.store.listing(f"{self.prefix}/").objects]
         older: dict[int, list[str]] = {}
-        for key in keys:
-            version = key.removeprefix(f"{self.prefix}/").partition("/")[0]
-            number = version.removeprefix("iter_")
-            if number.isdigit() and int(number) < newest:
-                older.setdefault(int(number), []).append(key)
+        for each in self.store.listing(f"{self.prefix}/").objects:
+            version = each.key.removeprefix(f"{self.prefix}/").partition("/")[0]
+            number = number_of(version)
+            if number is not None and number < newest:
+                older.setdefault(number, []).append(each.key)
         too_many = max(0, len(older) + 1 - self.keep_last)
         for _, doomed in sorted(older.items())[:too_many]:
-            indexes = [key for key in doomed if key.endswith(_INDEXES)]
-            for key in indexes:
-                self.store.delete(key)
-            leftovers.at_once(self.store.delete, set(doomed).difference(indexes))
+            self._delete(doomed)
 
 
 def _copy(path: Path, to: PartFile) -> None:

@@ -9,8 +9,8 @@ from formats.stores import leftovers
 from formats.stores.claim import Claim
 from formats.stores.writing import WritableStore
 from megaconv import __version__
-from megaconv.errors import TargetExists, UsageError
-from megaconv.store_inputs import parsed, writable_store
+from megaconv.errors import TargetExists
+from megaconv.store_inputs import output_prefix, writable_store
 from megatron_lite.processes.failure import all_or_none
 
 _log = logging.getLogger("megaconv")
@@ -22,9 +22,8 @@ def held(save: str, rank: int, patience_s: float) -> Iterator[None]:
 
     Raises TargetExists if another run saves there, UsageError for a URI without a prefix.
     """
-    store, prefix = writable_store(save), parsed(save).prefix
-    if not prefix:
-        raise UsageError(f"--save {save}: names a whole bucket; expected s3://bucket/prefix")
+    prefix = output_prefix(save)
+    store = writable_store(save)
     claim = None if rank else Claim(store, prefix, __version__)
     all_or_none(lambda: None if claim is None else _take(claim, store, prefix, patience_s))
     try:

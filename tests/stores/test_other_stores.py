@@ -15,7 +15,7 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.hub import resolve
 from megaconv.store_inputs import writable_store
 from tests.conftest import FIXTURES
-from tests.runs import run
+from tests.runs import assert_refused, run
 from tests.stores.attacks import FAULTS, fault, kill, undisturbed
 from tests.stores.conftest import BUCKET
 from tests.stores.small_azure import ACCOUNT, SmallAzure
@@ -96,6 +96,17 @@ def test_an_object_that_changes_while_it_is_read_ends_the_run(
     assert isinstance(place, Path)
     with pytest.raises(CorruptCheckpoint, match="replaced or deleted"):
         fingerprint(place)
+
+
+@pytest.mark.parametrize("prefix", ["a/../out", "out/..", "a//out", "./out"])
+def test_an_output_at_a_prefix_that_is_no_path_is_refused(
+    other: tuple[str, SmallStore], prefix: str
+) -> None:
+    """Azure's client resolves `..`: objects of another checkpoint could lie there."""
+    scheme, store = other
+    outcome = run("convert", LLAMA, f"{scheme}://{BUCKET}/{prefix}", *HF)
+    assert_refused(outcome, 2, "between two slashes")
+    assert not store.all_keys()
 
 
 def test_a_second_run_on_the_same_target_is_refused(other: tuple[str, SmallStore]) -> None:

@@ -3,10 +3,13 @@
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from formats.stores.claim import Claim
 from megaconv.engine.conversion import fingerprint
+from megaconv.store_inputs import writable_store
 from tests.runs import run
 from tests.stores.conftest import BUCKET
 from tests.stores.small_store import Asked, SmallStore
@@ -14,6 +17,11 @@ from tests.trainer.data.corpus import some_lengths, write_corpus
 from tests.trainer.loop.launches import LLAMA, launch, metrics
 
 pytest.importorskip("torch")
+
+from megatron_lite.checkpoint.rank_file import RankFile
+from megatron_lite.checkpoint.snapshot import Snapshot
+from megatron_lite.checkpoint.store_saver import StoreSaver
+
 URI = f"s3://{BUCKET}/run"
 
 
@@ -79,6 +87,42 @@ def test_the_tracker_is_written_last(writable: SmallStore, tmp_path: Path) -> No
     assert {
         f"run/iter_0000002/{name}" for name in (".metadata", "common.pt", "__0_0.distcp")
     } <= first
+
+
+def saver(tmp_path: Path, **values: Any) -> StoreSaver:
+    """A saver of one process, which holds the claim."""
+    store = writable_store(URI)
+    claim = Claim(store, "run", "1.0")
+    claim.take(replaces=False, foreign=())
+    return StoreSaver(tmp_path, "torch", 0, None, {}, **values, store=store, prefix="run")
+
+
+def test_a_save_takes_the_place_of_all_files_of_an_earlier_one(
+    writable: SmallStore, tmp_path: Path
+) -> None:
+    """An earlier run may have saved the same iteration with another layout, or in another format."""
+    earlier = ("mp_rank_00", "mp_rank_01/model_optim_rng.pt", "metadata.json", "__0_0.distcp")
+    for name in earlier:
+        writable.put(f"run/iter_0000003/{name}", b"earlier")
+    writable.put("run/iter_0000002/mp_rank_01/model_optim_rng.pt", b"another iteration")
+    file = RankFile("mp_rank_00/model_optim_rng.pt", {"iteration": 3}, ())
+    saver(tmp_path).save(Snapshot(3, {}, rank_file=file))
+    found = writable.below("run/iter_0000003/")
+    assert list(found) == ["mp_rank_00/model_optim_rng.pt"]
+    assert found.popitem()[1] != b"earlier"
+    assert "run/iter_0000002/mp_rank_01/model_optim_rng.pt" in writable.objects
+
+
+def test_only_iterations_are_removed_for_new_ones(writable: SmallStore, tmp_path: Path) -> None:
+    kept = ["run/1", "run/2/notes.txt", "run/iter_1/notes.txt", "run/iter_²/notes.txt", "run/²"]
+    for key in (*kept, "run/iter_0000001/a", "run/iter_0000002/a"):
+        writable.put(key, b"content")
+    file = RankFile("mp_rank_00/model_optim_rng.pt", {"iteration": 3}, ())
+    saver(tmp_path, keep_last=1).save(Snapshot(3, {}, rank_file=file))
+    left = [key for key in writable.all_keys() if ".megaconv-" not in key]
+    assert left == sorted(
+        [*kept, "run/iter_0000003/mp_rank_00/model_optim_rng.pt", "run/latest_checkpointed_iteration.txt"]
+    )  # fmt: skip
 
 
 @pytest.mark.slow
