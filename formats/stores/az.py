@@ -38,6 +38,8 @@ from formats.stores.writing import (
 )
 
 _TIMEOUT_SECONDS = 20
+_MOST_BYTES = 64 << 20
+"""Most bytes of one request. For a longer range the client would make several requests, with headers of their own."""
 _WRONG_TLS = ("CERTIFICATE_VERIFY_FAILED", "WRONG_VERSION_NUMBER")
 """Words of OpenSSL's errors that repeating doesn't change."""
 _SUM = "megaconv_crc32"
@@ -94,7 +96,7 @@ class AzureContainer:
         return self._named("read", key)
 
     def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
-        noted: dict[str, str] = {}
+        out, noted = out[:_MOST_BYTES], dict[str, str]()
         try:
             download = self._blob(key).download_blob(
                 offset=start,
@@ -330,7 +332,7 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
 
     settings: dict[str, Any] = {
         "retry_total": 0, "connection_timeout": _TIMEOUT_SECONDS, "read_timeout": _TIMEOUT_SECONDS,
-        "max_single_get_size": 64 << 20, "max_single_put_size": 64 << 20, "logging_enable": False,
+        "max_single_get_size": _MOST_BYTES, "max_single_put_size": _MOST_BYTES, "logging_enable": False,
     }  # fmt: skip
     environment = os.environ
     words = environment.get("AZURE_STORAGE_CONNECTION_STRING")

@@ -141,14 +141,13 @@ class _Tokens:
 
     def __init__(self, *, requester_pays: bool) -> None:
         import google.auth
-        import google.auth.transport.urllib3
-        import urllib3
         from google.auth.exceptions import DefaultCredentialsError
+        from google.auth.transport.requests import Request
 
         self._lock = Lock()
         self._payer: dict[str, str] = {}
-        transport: Any = google.auth.transport.urllib3
-        self._transport = transport.Request(urllib3.PoolManager())
+        # urllib3's transport ignores the proxies and the certificates of the environment.
+        self._transport = Request()
         self._credentials: Any = None
         try:
             self._credentials, project = google.auth.default(scopes=[_SCOPE])

@@ -29,7 +29,7 @@ class Objects(Protocol):
     """Objects that can be read by ranges. Any thread may use it. Methods raise CheckpointError."""
 
     def fetch(self, key: str, state: RemoteState, start: int, out: memoryview) -> Iterator[int]:
-        """Fill a buffer with the object's bytes from `start` on. Yields the number of bytes of each piece.
+        """Fill a buffer, or its beginning, with the object's bytes from `start` on. Yields the number of bytes of each piece.
 
         Makes one request, and raises Transient if it should be repeated. Raises CorruptCheckpoint if the object isn't
         the one of `state` any more.

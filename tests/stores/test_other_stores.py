@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from formats.stores import patience
+from formats.partial_files import RemoteState
+from formats.stores import az, patience
 from formats.stores.addresses import parse
 from formats.stores.az import AzureContainer
 from formats.stores.claim import CLAIM, Claim
 from formats.stores.patience import Patience
+from formats.stores.stand_in import fetch
 from megaconv.engine import transfer
 from megaconv.engine.conversion import fingerprint
 from megaconv.errors import CorruptCheckpoint
@@ -244,6 +246,22 @@ def test_a_token_that_does_not_come_at_once_is_asked_for_again(
     assert len(google.of("token")) == 2
 
 
+def test_a_token_comes_through_the_proxy_of_the_environment(
+    google: SmallGoogle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy is asked for an address in place of a path. This one has all tokens itself."""
+    account = tmp_path / "account.json"
+    words = account.read_text().replace(f"{google.url}/token", "http://tokens.invalid/token")
+    account.write_text(words)
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, google.url)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    upload(google, LLAMA)
+    assert fingerprint(f"gs://{BUCKET}/model") == fingerprint(LLAMA)
+    assert len(google.of("token")) == 1
+
+
 def test_a_new_token_that_does_not_come_at_once_is_asked_for_again(google: SmallGoogle) -> None:
     upload(google, LLAMA)
     place = writable_store(f"gs://{BUCKET}")
@@ -290,6 +308,21 @@ def test_an_account_of_azure_is_named_by_the_uri_or_the_environment(
     assert store.endpoint == endpoint
     assert store.request("run/config.json") == f"azure read on {container}/run/config.json"
     assert AZURE_KEY not in store.uri
+
+
+def test_a_range_that_is_longer_than_one_request_is_read(
+    azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(az, "_MOST_BYTES", 1000)
+    content = bytes(range(250)) * 11
+    azure.put("model/.metadata", content)
+    store = writable_store(f"az://{BUCKET}")
+    there = store.head("model/.metadata")
+    assert there is not None
+    state = RemoteState(f"az://{BUCKET}/model/.metadata", there.size, there.tag)
+    found = bytearray(len(content) - 5)
+    fetch(store, "model/.metadata", state, 5, memoryview(found))
+    assert found == content[5:]
 
 
 def test_a_connection_string_serves_an_account_that_the_uri_names(azure: SmallAzure) -> None:
