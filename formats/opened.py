@@ -126,7 +126,8 @@ class OpenedFiles:
 
         Raises CheckpointError if no file can be opened any more, so that nobody knows.
         """
-        for path, state in self._states.items():
+        # Other threads may open files meanwhile: those of a server serve ranges at the same time.
+        for path, state in list(self._states.items()):
             try:
                 # Open the file again: only then does a network file system show its current state.
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -145,7 +146,7 @@ class OpenedFiles:
                     f"{path}: was {_change(state, now)} while it was read; {_AGAIN}"
                 )
         by_origin: dict[int, tuple[Origin, list[RemoteState]]] = {}
-        for partial in self._remote.values():
+        for partial in list(self._remote.values()):
             origin = partial.origin
             by_origin.setdefault(id(origin), (origin, []))[1].append(partial.state)
         for origin, states in by_origin.values():

@@ -1,10 +1,11 @@
 """The stand-in of one object: a sparse local file of its size, whose bytes are fetched when they are read."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 
-from formats.errors import CorruptCheckpoint
+from formats.errors import CorruptCheckpoint, NotEnoughSpace
 from formats.partial_files import RemoteState, Span, register
 from formats.stores.objects import Objects
 from formats.stores.patience import Patience, Transient
@@ -94,9 +95,14 @@ class StandIn:
             buffer = bytearray(end - start)
             self._fill(start, memoryview(buffer))
             content = bytes(buffer)
-        with self._path.open("r+b") as file:
-            file.seek(start)
-            file.write(content)
+        try:
+            with self._path.open("r+b") as file:
+                file.seek(start)
+                file.write(content)
+        except OSError as error:
+            raise NotEnoughSpace(
+                f"{self.state.uri}: can't be copied to {tempfile.gettempdir()}: {error.strerror}; set TMPDIR to a larger disk"
+            ) from error
 
     def _gaps(self, start: int, end: int) -> list[Span]:
         gaps = []

@@ -30,6 +30,8 @@ class Server(ThreadingHTTPServer):
     """Serves repositories. Each connection has a thread; few of them compute at once."""
 
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that wait until they are accepted. Clients open tens at once; the system resets those beyond 5, Python's default."""
 
     def __init__(
         self, address: tuple[str, int], repositories: Mapping[str, Repository], max_memory: int

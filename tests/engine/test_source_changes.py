@@ -171,6 +171,27 @@ def test_nothing_is_noted_outside(tmp_path: Path) -> None:
     assert inner.listing() == opened.listing()
 
 
+def test_a_file_may_be_opened_while_others_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server compares the files of a source in one thread, and opens further ones in another."""
+    opened, files = OpenedFiles(), [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_text("content")
+    first, second, later = files
+    for file in (first, second):
+        opened.note(file, file.stat())
+    open_file = os.open
+
+    def opening(*words: Any, **values: Any) -> int:
+        opened.note(later, later.stat())
+        return open_file(*words, **values)
+
+    monkeypatch.setattr(os, "open", opening)
+    opened.require_unchanged()
+    assert len(opened.listing()) == len(files)
+
+
 # Resuming.
 
 

@@ -4,18 +4,21 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from megaconv.serving.server import Server
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import run
-from tests.serving.servers import ask, serving
+from tests.serving.servers import MEMORY, ask, serving
 
 RUN = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
 WEIGHTS = "/org/run/resolve/main/model.safetensors"
@@ -110,6 +113,15 @@ def test_missing_entries_have_the_error_codes_of_the_hub(path: str, code: str | 
     with serving({"org/run": RUN}) as server:
         reply = ask(server, path)
     assert (reply.status, reply.headers["X-Error-Code"]) == (404, code)
+
+
+def test_many_clients_may_connect_at_once() -> None:
+    """They wait until the server accepts them, which a busy one does late."""
+    with Server(("127.0.0.1", 0), {}, MEMORY) as server, ExitStack() as stack:
+        for _ in range(100):
+            client = stack.enter_context(socket.socket())
+            client.settimeout(1)
+            client.connect(("127.0.0.1", server.server_port))
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH"])

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from formats.stores.stand_in import StandIn
 from tests.commands.test_push import NAME, contents, hub, push
 from tests.hub_server import Hub
 from tests.models import write_llama
-from tests.runs import run
+from tests.runs import assert_refused, run
 from tests.stores.conftest import BUCKET
 from tests.stores.small_store import SmallStore
 
@@ -21,6 +22,22 @@ def test_hashes_of_a_dry_run_are_those_of_local_files(writable: SmallStore, tmp_
     stored = run("push", f"s3://{BUCKET}/model", NAME, "--dry-run", "--json")
     assert stored.status == 0, stored.err
     assert stored.out == run("push", source, NAME, "--dry-run", "--json").out
+
+
+def test_a_disk_that_is_full_is_named(
+    writable: SmallStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in write_llama(tmp_path / "model", layers=1).iterdir():
+        writable.put(f"model/{file.name}", file.read_bytes())
+    hold = StandIn.hold
+
+    def hold_on_a_full_disk(self: StandIn, start: int, end: int) -> None:
+        self._path = Path("/dev/full")
+        hold(self, start, end)
+
+    monkeypatch.setattr(StandIn, "hold", hold_on_a_full_disk)
+    outcome = run("push", f"s3://{BUCKET}/model", NAME, "--dry-run")
+    assert_refused(outcome, 5, f"s3://{BUCKET}/model/", "No space left", "set TMPDIR")
 
 
 @pytest.mark.slow
