@@ -106,6 +106,8 @@ class Classifier:
             )
         self._label = label
         self._sigmoid = (options.activation or self._own_activation()) == "sigmoid"
+        self._batch_size = options.batch_size
+        """The most windows that the model computes at once: a long text has thousands."""
         self._max_tokens = min(options.max_tokens, self._tokenizer.model_max_length)
 
     def _own_activation(self) -> str:
@@ -118,8 +120,12 @@ class Classifier:
         import torch
 
         windows, owners = self._windows(texts)
+        size, parts = self._batch_size, []
         with torch.inference_mode():
-            logits = self._model(**windows).logits.float()
+            for first in range(0, len(owners), size):
+                some = {name: values[first : first + size] for name, values in windows.items()}
+                parts.append(self._model(**some).logits.float())
+        logits = torch.cat(parts)
         values = (logits.sigmoid() if self._sigmoid else logits.softmax(-1)).tolist()
         rows_of_text: list[list[list[float]]] = [[] for _ in texts]
         for row, owner in zip(values, owners, strict=True):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.recipes.command import main
+from megatron_lite.data.recipes.scorers import Classifier, ScorerOptions
 
 TEXTS = [
     "fine words",
@@ -203,6 +204,18 @@ def test_the_highest_window_of_a_long_text_counts(tmp_path: Path, classifier: Pa
     *windows, whole = [line["score"] for line in read(tmp_path / "out")]
     highest = {label: max(window[label] for window in windows) for label in ("fine", "toxic")}
     assert whole == pytest.approx(highest, abs=1e-6)
+
+
+@pytest.mark.oracle
+def test_a_long_text_takes_the_memory_of_a_batch(classifier: Path) -> None:
+    scorer = Classifier(str(classifier), None, ScorerOptions(batch_size=3, max_tokens=8))
+    computed: list[int] = []
+    scorer._model.register_forward_pre_hook(
+        lambda model, words, named: computed.append(len(named["input_ids"])), with_kwargs=True
+    )
+    (found,) = scorer.scores(["fine " * 50 + "bad"])
+    assert computed == [3, 3, 3]
+    assert found == scorer.scores(["fine " * 50 + "bad", ""])[0]
 
 
 @contextmanager
