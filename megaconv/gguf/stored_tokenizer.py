@@ -14,11 +14,11 @@ from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.gguf.sentencepiece import CONTROL, NORMAL, UNUSED, USER, Piece, model_of
-from megaconv.gguf.tokenizer import PATTERNS, PREFIX
+from megaconv.gguf.tokenizer import GPT2, PATTERNS, PREFIX
 
 LONG = tuple(PREFIX + name for name in ("tokens", "scores", "token_type", "merges"))
 """The keys of arrays with an item per token."""
-_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "smollm": "starcoder"}
 """Further names of a way to split text."""
 _EXPRESSIONS = {name: patterns for patterns, name in PATTERNS.items()}
 _WHOLE_WORDS_FIRST = "llama-bpe"
@@ -165,13 +165,13 @@ def _bytes_step(*, use_regex: bool) -> dict[str, Any]:
 
 
 def _pre_tokenizer(patterns: Sequence[str]) -> dict[str, Any]:
-    if not patterns:
-        return _bytes_step(use_regex=True)
     splits = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in patterns
+        if pattern != GPT2
     ]
-    return {"type": "Sequence", "pretokenizers": [*splits, _bytes_step(use_regex=False)]}
+    last = _bytes_step(use_regex=GPT2 in patterns)
+    return {"type": "Sequence", "pretokenizers": [*splits, last]} if splits else last
 
 
 def _around(keys: Mapping[str, Any], tokens: Sequence[str], pre: str) -> dict[str, Any]:

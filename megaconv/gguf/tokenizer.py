@@ -40,9 +40,17 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The expression of a ByteLevel step itself."""
+_DIGIT = r"\p{N}"
 PATTERNS = {
-    (_LLAMA3,): "llama-bpe", (_LLAMA3.replace("{1,3}", ""),): "qwen2", (): "gpt-2", (_O200K,): "gpt-4o", _DEEPSEEK: "deepseek-v3",
-}  # fmt: skip
+    (_LLAMA3,): "llama-bpe",
+    (_LLAMA3.replace("{1,3}", ""),): "qwen2",
+    (GPT2,): "gpt-2",
+    (_DIGIT, GPT2): "starcoder",
+    (_O200K,): "gpt-4o",
+    _DEEPSEEK: "deepseek-v3",
+}
 """Regular expressions with which a tokenizer splits text -> llama.cpp's name for them."""
 PREFIX = "tokenizer.ggml."
 
@@ -334,15 +342,30 @@ def _added_around(raw: Mapping[str, Any], pre: str) -> dict[str, Value]:
 
 def _pre(raw: Any, where: str) -> str:
     steps = raw.get("pretokenizers", [raw]) if isinstance(raw, dict) else []
-    given = (step["pattern"].get("Regex", "") for step in steps if step.get("type") == "Split")
-    # The JSON file has a line break either as itself or escaped.
-    patterns = tuple(pattern.replace("\r", r"\r").replace("\n", r"\n") for pattern in given)
+    patterns = tuple(pattern for step in steps for pattern in _patterns_of(step))
     if patterns not in PATTERNS or not any(step.get("type") == "ByteLevel" for step in steps):
         raise NotExpressible(
             f"{where}: splits text in a way that has no known name in llama.cpp; give it with --option tokenizer_pre=NAME "
             f"(known: {', '.join(PATTERNS.values())}): {json.dumps(patterns)[:200]}"
         )
     return PATTERNS[patterns]
+
+
+def _patterns_of(step: Mapping[str, Any]) -> tuple[str, ...]:
+    """The expressions that a step splits by; the step itself as JSON if llama.cpp has no such step."""
+    kind = step.get("type")
+    if kind == "ByteLevel" and not step.get("add_prefix_space"):
+        return (GPT2,) if step.get("use_regex", True) else ()
+    if kind == "Digits" and step.get("individual_digits"):
+        return (_DIGIT,)
+    keeps_all = (step.get("behavior"), step.get("invert")) in (
+        ("Isolated", False),
+        ("Removed", True),
+    )
+    if kind == "Split" and keeps_all and "Regex" in step["pattern"]:
+        # The JSON file has a line break either as itself or escaped.
+        return (step["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n"),)
+    return (json.dumps(step),)
 
 
 def _require_room(tokens: int, config: ModelConfig) -> None:

@@ -224,6 +224,37 @@ def test_a_tokenizer_that_splits_text_in_an_unknown_way_asks_for_its_name(tmp_pa
     )
 
 
+WORDS = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+DIGITS = {"type": "Digits", "individual_digits": True}
+
+
+@pytest.mark.parametrize(
+    ("steps", "name"),
+    [
+        ([WORDS], "gpt-2"),
+        ([DIGITS, WORDS], "starcoder"),
+        ([{**DIGITS, "individual_digits": False}, WORDS], None),
+        ([{"type": "Punctuation", "behavior": "Isolated"}, WORDS], None),
+        ([{**WORDS, "add_prefix_space": True}], None),
+        ([{**WORDS, "use_regex": False}], None),
+    ],
+)
+def test_every_step_that_splits_text_counts(
+    steps: list[dict[str, Any]], name: str | None, tmp_path: Path
+) -> None:
+    """StarCoder and SmolLM have each digit alone. As GPT-2's, llama.cpp would join them."""
+    source = shutil.copytree(BPE, tmp_path / "in")
+    file = source / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    file.write_text(json.dumps(tokenizer))
+    if name is None:
+        outcome = run("convert", source, tmp_path / "out", "--saver", "gguf")
+        assert_refused(outcome, 2, "tokenizer.json", "tokenizer_pre=NAME")
+    else:
+        assert written(source, tmp_path / "out").values["tokenizer.ggml.pre"] == name
+
+
 def test_a_padding_token_of_minus_1_is_none(tmp_path: Path) -> None:
     source = with_config(tmp_path / "hf", pad_token_id=-1)
     megaconv.convert(source, tmp_path / "out", saver="gguf")

@@ -101,7 +101,7 @@ def test_llama_3_begins_a_text_as_in_llama_cpp_and_keeps_its_template(tmp_path: 
     assert found.chat_template == original.chat_template
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt-4o", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt-2", "starcoder", "gpt-4o", "deepseek-v3"])
 def test_every_known_way_to_split_text_comes_back(name: str, tmp_path: Path) -> None:
     from tokenizers.normalizers import NFC
 
