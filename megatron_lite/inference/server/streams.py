@@ -56,6 +56,8 @@ async def pieces(
             calls: tuple[dict[str, Any], ...] = ()
             if reason is not None:
                 said += answer.finish(complete=step.end == "stop")
+                # The text that was held back may hold a stop word too.
+                reason = "stop" if answer.stop_word else reason
                 if wanted.tools is not None:
                     calls = wanted.tools.openai_calls(answer.calls)
                 reason = "tool_calls" if calls else reason

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_lite.inference.sampling import Likelihood
 from megatron_lite.inference.server.openai_answers import Form
 from megatron_lite.inference.server.pieces import Choice, Piece, Pieces
 from megatron_lite.inference.text import Detokenize, continuation
+from tests.trainer.inference.forced import answered, byte_tokenizer
 
 TEXTS = {
     1: "a",
@@ -159,3 +161,16 @@ def test_addresses_that_others_reach_open_the_server(address: str, alone: bool) 
     from megatron_lite.inference.server.local_only import is_loopback
 
     assert is_loopback(address) == alone
+
+
+def test_a_stop_word_in_the_last_character_is_the_reason_for_the_end(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("starlette", reason="starlette is not installed (extra `serve`)")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = byte_tokenizer(tmp_path, ["</s>"], template)
+    # The replacement character may be the beginning of another one, so it is held back up to the end.
+    said = "a\N{REPLACEMENT CHARACTER}"
+    fields = {"stop": ["\N{REPLACEMENT CHARACTER}"], "max_tokens": len(said.encode())}
+    (found,) = answered(tokenizer, [said], fields)
+    (choice,) = found["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("a", "stop")
