@@ -1,18 +1,21 @@
-"""The average of three models: `megaconv average` beside mergekit's `linear`, in turns.
+"""The average of three models (of two by slerp): `megaconv average` beside mergekit, in turns.
 
     python benchmarks/average.py [--layers 8] [--runs 3] [--dir /fast/disk] [--mergekit /path/to/mergekit-yaml]
+        [--methods linear slerp ties dare]
 
 Makes three Llamas of normally distributed bf16 weights, and averages them in whole cold processes. Reports the median time,
 processor seconds, and the peak of anonymous memory. mergekit belongs into an environment of its own, and is left out if it
-isn't given. It sums in float32 here, its widest dtype; megaconv sums in float64.
+isn't given. It computes in float32 here, its widest dtype; megaconv computes in float64.
 """
 
 import argparse
+import json
 import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from convert import peak_memory, run
 from delta import write_models
@@ -20,28 +23,50 @@ from delta import write_models
 MODELS = ("old", "finetuned", "sparse")
 
 
-def commands(work: Path, mergekit: Path | None) -> dict[str, list[str]]:
+DENSITY = 0.2
+"""The part of each difference that `ties` and `dare` keep."""
+NAMES = {"linear": "linear", "slerp": "slerp", "ties": "ties", "dare": "dare_linear"}
+"""Methods of megaconv -> those of mergekit."""
+
+
+def commands(work: Path, method: str, mergekit: Path | None) -> dict[str, list[str]]:
     """The command of each contender. All write `out`."""
     out = str(work / "out")
-    places = [str(work / name) for name in MODELS]
-    found = {
-        "megaconv": [sys.executable, "-m", "megaconv", "average", *places, "--save-dir", out],
-    }
+    places = [str(work / name) for name in MODELS[: 2 if method == "slerp" else 3]]
+    density = ["--density", str(DENSITY)] if method in ("ties", "dare") else []
+    ours = ["average", *places, "--method", method, *density, "--save-dir", out]
+    found = {"megaconv": [sys.executable, "-m", "megaconv", *ours]}
     if mergekit is not None:
-        plan = work / "linear.yaml"
-        listed = "".join(
-            f"  - model: {place}\n    parameters:\n      weight: 1.0\n" for place in places
-        )
-        plan.write_text(
-            f"merge_method: linear\nmodels:\n{listed}dtype: float32\nout_dtype: bfloat16\n"
-        )
+        plan = work / f"{method}.yaml"
+        plan.write_text(json.dumps(_plan(places, method)))  # JSON is YAML
         found["mergekit"] = [str(mergekit), str(plan), out, "--no-copy-tokenizer"]
     return found
 
 
-def measure(work: Path, runs: int, mergekit: Path | None) -> dict[str, str]:
+def _plan(places: list[str], method: str) -> dict[str, Any]:
+    """mergekit's description of an average."""
+    plan: dict[str, Any] = {
+        "merge_method": NAMES[method],
+        "dtype": "float32",
+        "out_dtype": "bfloat16",
+    }
+    own: dict[str, float] = {"weight": 1.0}
+    if method != "linear":
+        plan["base_model"] = places[0]
+        own = {} if method == "slerp" else {"weight": 1.0, "density": DENSITY}
+    if method == "slerp":
+        plan["parameters"] = {"t": 0.5}
+    weighted = places if method == "linear" else places[1:]
+    plan["models"] = [
+        {"model": place, "parameters": own} if place in weighted and own else {"model": place}
+        for place in places
+    ]
+    return plan
+
+
+def measure(work: Path, runs: int, method: str, mergekit: Path | None) -> dict[str, str]:
     """A line for each contender."""
-    contenders = commands(work, mergekit)
+    contenders = commands(work, method, mergekit)
     memory: dict[str, int] = {}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(runs + 1):
@@ -67,14 +92,16 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--dir", type=Path, default=None)
     parser.add_argument("--mergekit", type=Path, default=None)
+    parser.add_argument("--methods", nargs="+", choices=NAMES, default=["linear"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as folder:
         work = Path(folder)
         write_models(work, args.layers)
         size = (work / MODELS[0] / "model.safetensors").stat().st_size
         print(f"{len(MODELS)} models of {size:,} bytes, {args.runs} runs")
-        for name, line in measure(work, args.runs, args.mergekit).items():
-            print(f"{name:<10} {line}")
+        for method in args.methods:
+            for name, line in measure(work, args.runs, method, args.mergekit).items():
+                print(f"{method:<8} {name:<10} {line}", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     Bytes = NDArray[np.uint8]
     Halves = NDArray[np.uint16]
     Words = NDArray[np.uint32]
+    Longs = NDArray[np.uint64]
+    Counts = NDArray[np.int64]
     Floats = NDArray[np.float32]
     Doubles = NDArray[np.float64]
     AnyFloats = NDArray[np.floating]
@@ -33,6 +35,17 @@ else:
             return found
 
     np = _Numpy()
-    Bytes = Halves = Words = Floats = Doubles = AnyFloats = Booleans = Any
+    Bytes = Halves = Words = Longs = Counts = Floats = Doubles = AnyFloats = Booleans = Any
 
-__all__ = ["AnyFloats", "Booleans", "Bytes", "Doubles", "Floats", "Halves", "Words", "np"]
+__all__ = [
+    "AnyFloats",
+    "Booleans",
+    "Bytes",
+    "Counts",
+    "Doubles",
+    "Floats",
+    "Halves",
+    "Longs",
+    "Words",
+    "np",
+]

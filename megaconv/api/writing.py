@@ -68,6 +68,9 @@ def convert(
     allow_lossy: Sequence[str] = (),
     adapters: Sequence[str | Path] = (),
     average: Sequence[str | Path] = (),
+    method: str = "linear",
+    density: float | None = None,
+    seed: int = 0,
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
@@ -90,6 +93,7 @@ def convert(
 
     adapters: LoRA adapters to merge into the weights, each as `DIR` or `DIR:WEIGHT`.
     average: models to average with the source, each as `MODEL` or `MODEL:SHARE`. The source has what they leave of 1.
+    method, density, seed: how they are averaged; see `average`.
     check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
     dry_run: write nothing, and report what would be written.
     optimizer: whether to convert the optimizer state; None: convert it if both sides can hold it.
@@ -183,6 +187,9 @@ def average(
     save_dir: str | Path,
     *,
     saver: str = "hf",
+    method: str = "linear",
+    density: float | None = None,
+    seed: int = 0,
     loader: str | None = None,
     config: str | Path | None = None,
     cache: bool = False,
@@ -206,11 +213,13 @@ def average(
     """Average the weights of several checkpoints of one model, each as `MODEL` or `MODEL:SHARE`.
 
     Short for `convert(models[0], save_dir, average=models[1:])`; call `convert` to shard the result as well. Shares add up
-    to 1; without them all are equal. The settings and the tokenizer are those of the first model.
+    to 1; without them all are equal. method: `linear`, `slerp` (of two models), or `ties`, `dare` and `dare-ties`, with
+    which a share is the weight of a difference from the first model, and density is the part of it that is kept. The
+    settings and the tokenizer are those of the first model.
     Raises megaconv.errors.CheckpointError.
     """
     asked = built(ConvertOptions, "average", locals())
-    first, others = divided(model_shares(models))
+    first, others = divided(model_shares(models), asked.average.method)
     return _convert(first, save_dir, saver, replace(asked, averaged=others), dry_run, progress)
 
 

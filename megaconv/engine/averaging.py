@@ -15,8 +15,10 @@ from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.ir import Header, Key, Source
 from megaconv.model.meaning import config_differences
 from megaconv.options import ConvertOptions, LoadOptions
-from megaconv.options.model_shares import ModelShare, shares_of
+from megaconv.options.averaging import OF_DIFFERENCES, SLERP, AverageMethod
+from megaconv.options.model_shares import shares_of, weights_of
 from megaconv.values.averaged import AveragedTensor
+from megaconv.values.blending import blend_of
 from megaconv.values.cast import CastSource
 from megaconv.values.shifted import PlainSource
 
@@ -25,11 +27,12 @@ _log = logging.getLogger("megaconv")
 
 @dataclass(frozen=True)
 class AveragedSource:
-    """The weights of several models, each times its share. Everything but the weights is the first model's."""
+    """The blended weights of several models. Everything but the weights is the first model's."""
 
     sources: Sequence[Source]
     shares: Sequence[float]
-    """One for each source. They add up to 1."""
+    """One for each source, or one for each but the first (blend_of)."""
+    method: AverageMethod
     overflow: bool = False
     """True to accept weights that become infinite."""
 
@@ -42,7 +45,8 @@ class AveragedSource:
         others = [dict(source.tensors()) for source in self.sources[1:]]
         for key, tensor in self.sources[0].tensors():
             rest = tuple(found[key] for found in others)
-            yield key, AveragedTensor(tensor, rest, self.shares, str(key), self.overflow)
+            blend = blend_of(self.method, self.shares, (tensor, *rest), str(key))
+            yield key, AveragedTensor(tensor, rest, blend, str(key), self.overflow)
 
 
 def averaged(
@@ -54,7 +58,7 @@ def averaged(
     UnsupportedInput for adapters and for quantized weights that aren't read, UsageError, ModelsDiffer for a patch on another
     base.
     """
-    shares = shares_of(options.averaged)
+    shares = _shares(options)
     opened: list[Source] = [source]
     _require_weights(found.given, source.header)
     _require_own_base(found, source, options)
@@ -67,9 +71,25 @@ def averaged(
     if options.dtype is not None:
         # The conversion casts the average to this dtype. Rounded to the models' dtype first, it would be rounded twice.
         opened = [CastSource(each, "float32") for each in opened]
-    if any(each.header.shifts != source.header.shifts for each in opened):
+    if _needs_plain([each.header for each in opened], options.average):
         opened = [PlainSource(each, exact=False) for each in opened]
-    return AveragedSource(opened, shares, "overflow" in options.save.allow_lossy)
+    return AveragedSource(opened, shares, options.average, "overflow" in options.save.allow_lossy)
+
+
+def _shares(options: ConvertOptions) -> tuple[float, ...]:
+    """The shares of all models, or the weights of differences. Raises UsageError."""
+    method, count = options.average.method, len(options.averaged) + 1
+    if method in OF_DIFFERENCES:
+        return weights_of(options.averaged, method)
+    if method == SLERP and count != 2:
+        raise UsageError(f"--method slerp takes two models, found {count}")
+    return shares_of(options.averaged)
+
+
+def _needs_plain(headers: Sequence[Header], chosen: AverageMethod) -> bool:
+    """True if numbers that are added to stored values have to be taken off. An arc depends on them."""
+    first = headers[0].shifts
+    return any(each.shifts != first for each in headers) or (chosen.method == SLERP and bool(first))
 
 
 def _open(place: str, load: LoadOptions, options: ConvertOptions) -> Source:
@@ -88,11 +108,18 @@ def _require_own_base(found: Input, source: Source, options: ConvertOptions) -> 
         require_own_base(found, source, options.workers or default_workers(writing=False))
 
 
-def notice_of_average(given: str, choices: Sequence[ModelShare]) -> str:
-    """A line for people: the models that are averaged, and their shares."""
-    places = (given, *(each.place for each in choices))
-    shares = zip(places, shares_of(choices), strict=True)
-    return f"average of {', '.join(f'{place} ({share:.4g})' for place, share in shares)}"
+def notice_of_average(given: str, options: ConvertOptions) -> str:
+    """A line for people: the models that are averaged, their shares, and the method if it isn't the usual one."""
+    chosen, shares = options.average, _shares(options)
+    others = [each.place for each in options.averaged]
+    if chosen.method in OF_DIFFERENCES:
+        return f"{given} plus differences by {chosen.method}: {_listed(others, shares)}, density {chosen.density:g}"
+    by = "" if chosen.is_usual else f" by {chosen.method}"
+    return f"average{by} of {_listed([given, *others], shares)}"
+
+
+def _listed(places: Sequence[str], shares: Sequence[float]) -> str:
+    return ", ".join(f"{place} ({share:.4g})" for place, share in zip(places, shares, strict=True))
 
 
 def _require_weights(place: str, header: Header) -> None:

@@ -79,6 +79,7 @@ def prepare(
     processes: the number of processes that write together, each its own files.
     """
     refuse_options(saver, options.save)
+    _refuse_unused_method(options)
     opened, extra = open_input(found, saver, options)
     reason = reason_to_leave_out(opened.header, saver, options)
     if reason is not None:
@@ -106,12 +107,19 @@ def prepare(
     return streamed.source, report
 
 
+def _refuse_unused_method(options: ConvertOptions) -> None:
+    if not options.averaged and not options.average.is_usual:
+        raise UsageError(
+            f"--method {options.average.method}: has no effect without --average; leave it out"
+        )
+
+
 def _notices(
     header: Header, reason: str | None, found: Input, options: ConvertOptions
 ) -> Iterator[str]:
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
     if options.averaged:
-        yield notice_of_average(found.given, options.averaged)
+        yield notice_of_average(found.given, options)
     unknown = header.config.own_names
     if unknown is not None:
         yield f"tensors keep their names and shapes: {unknown.why}"

@@ -5,6 +5,7 @@ Ranks compare them before they write together. A resumed run compares them with 
 
 import hashlib
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def run_identity(
     lossy = sorted(options.save.allow_lossy)
     adapters = [f"{each.place}:{each.weight}" for each in options.adapters]
     averaged = [f"{each.place}:{each.share}" for each in options.averaged]
+    method = options.average
     extra = [f"{key}={value}" for key, value in sorted(options.all_extra().items())]
     return {
         "megaconv": __version__,
@@ -38,6 +40,7 @@ def run_identity(
         "--allow-lossy": ", ".join(lossy) or "none",
         "--adapter": ", ".join(adapters) or "none",
         "--average": ", ".join(averaged) or "none",
+        "--method": f"{method.method}, density {method.density}, seed {method.seed}",
         "--option": ", ".join(extra) or "none",
         "the source's revision": _digest(revision),
         **source_files(opened),
@@ -53,6 +56,7 @@ def source_digest(options: ConvertOptions, opened: OpenedFiles, revision: list[s
         lossy,
         options.adapters,
         options.averaged,
+        astuple(options.average),
         options.all_extra(),
         revision,
     ]

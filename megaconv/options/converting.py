@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
+from megaconv.options.averaging import AverageMethod
 from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRITERS
 from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
@@ -65,6 +66,7 @@ class ConvertOptions:
         help="Another model, of any format, to average with the input; may be repeated. Without SHARE, all have the same share.",
     )
     """Models to average with the input. Those that have shares leave the rest of 1 to the input."""
+    average: AverageMethod = inner(AverageMethod)
     extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
     """The loader's and the saver's own options (`--option`). Each gets the options that it knows."""
     verify: bool = option(

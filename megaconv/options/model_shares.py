@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megaconv.errors import UsageError
+from megaconv.options.averaging import ELECTING, LINEAR, OF_DIFFERENCES
 from megaconv.options.values import with_number
 
 _SLACK = 1e-6
@@ -29,14 +30,21 @@ def model_shares(words: Iterable[str | Path | ModelShare]) -> tuple[ModelShare, 
     )
 
 
-def divided(models: Sequence[ModelShare]) -> tuple[str, tuple[ModelShare, ...]]:
+def divided(
+    models: Sequence[ModelShare], method: str = LINEAR
+) -> tuple[str, tuple[ModelShare, ...]]:
     """(the place of the first model, the other models). The first one has what the others leave of 1.
 
-    Raises UsageError for a single model, and for shares that don't add up to 1.
+    Raises UsageError for a single model, and for shares that don't fit the method of the average.
     """
     if len(models) < 2:
         raise UsageError("expected two models or more to average")
     first, *others = models
+    if first.share is not None and method in OF_DIFFERENCES:
+        raise UsageError(
+            f"{first.place}:{first.share:g}: with --method {method} the first model has no share; the others' differences "
+            "from it are weighted"
+        )
     if first.share is not None:
         total = sum(_stated(models))
         if abs(total - 1) > _SLACK:
@@ -55,6 +63,20 @@ def shares_of(others: Sequence[ModelShare]) -> tuple[float, ...]:
         return (1 / (len(others) + 1),) * (len(others) + 1)
     shares = _stated(others)
     return (1 - sum(shares), *shares)
+
+
+def weights_of(others: Sequence[ModelShare], method: str) -> tuple[float, ...]:
+    """The weight of each difference from the first model; 1 without shares.
+
+    Raises UsageError if some have a share and some don't, and for shares that aren't above 0 where signs are elected.
+    """
+    if all(each.share is None for each in others):
+        return (1.0,) * len(others)
+    weights = _stated(others)
+    for each, weight in zip(others, weights, strict=True):
+        if method in ELECTING and weight <= 0:
+            raise UsageError(f"{each.place}:{weight:g}: --method {method} needs shares above 0")
+    return weights
 
 
 def _stated(models: Sequence[ModelShare]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""The weighted average of tensors: summed in float64 in the order of the models, and rounded as torch rounds a float64."""
+"""A tensor that several tensors are blended to: computed in float64, and rounded once, as torch rounds a float64."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,15 @@ from formats.tensor import (
     Part,
     announce,
     box_blocks,
+    matrix_shape,
 )
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.model.assembled import window
 from megaconv.model.ir import shift_of
 from megaconv.values import rounding
+from megaconv.values.blends import Blend, Run
 from megaconv.values.cast import FLOATS
+from megaconv.values.scaled import read_bytes
 
 _BLOCK_BYTES = 1 << 20
 """Bytes of float64 numbers that are read at a time."""
@@ -28,15 +31,14 @@ _CHUNK = 1 << 14
 
 @dataclass(frozen=True)
 class AveragedTensor(ComputedTensor):
-    """The sum of tensors of one shape, each times its share, in the dtype of the first one (`source`).
+    """The blend of tensors of one shape, in the dtype of the first one (`source`).
 
-    Where all tensors have the same bytes, so has the average. A read raises TensorMismatch for integers that differ, and
-    NotExpressible if a finite number would become infinite.
+    Where all tensors have the same bytes, so has a blend that keeps equal numbers. A read raises TensorMismatch for
+    integers that differ, and NotExpressible if a finite number would become infinite.
     """
 
     others: Sequence[LazyTensor]
-    shares: Sequence[float]
-    """The share of `source`, then one for each of the others. They add up to 1."""
+    blend: Blend
     name: str
     """The tensor's name for messages."""
     overflow: bool = False
@@ -44,7 +46,7 @@ class AveragedTensor(ComputedTensor):
 
     @property
     def shift(self) -> int:
-        """The number that all of the tensors have added to their values; shares of 1 together keep it."""
+        """The number that all of the tensors have added to their values. The blend keeps it, or there is none."""
         return shift_of(self.source)
 
     def announce(self, part: Part) -> None:
@@ -61,14 +63,16 @@ class AveragedTensor(ComputedTensor):
         return (self.source, *self.others)
 
     def _averaged(self, box: Box) -> Bytes:
-        stored = [_read(tensor, box) for tensor in self._tensors]
+        stored = [read_bytes(each, box, ITEMSIZE[each.dtype]) for each in self._tensors]
         first = stored[0]
-        if all(
+        are_equal = all(
             tensor.dtype == self.dtype and np.array_equal(first, values)
             for tensor, values in zip(self._tensors, stored, strict=True)
-        ):
+        )
+        is_float = self.dtype in FLOATS
+        if are_equal and (not is_float or self.blend.keeps_equal):
             return first
-        if self.dtype not in FLOATS:
+        if not is_float:
             raise TensorMismatch(
                 f"{self.name}: is {self.dtype} and differs between the models; only floating-point numbers can be averaged"
             )
@@ -76,19 +80,20 @@ class AveragedTensor(ComputedTensor):
         flat = [values.reshape(-1) for values in stored]
         elements = made.size // ITEMSIZE[self.dtype]
         for start in range(0, elements, _CHUNK):
-            total = self._sum(flat, slice(start, min(start + _CHUNK, elements)))
+            run = Run(box, start, min(start + _CHUNK, elements), matrix_shape(self.shape)[1])
+            total = self._blended(flat, run)
             self._round(total, _part(made.reshape(-1), self.dtype, start, total.size))
         return made
 
-    def _sum(self, stored: Sequence[Bytes], elements: slice) -> Doubles:
-        """The weighted sum of some elements. stored: the bytes of all tensors."""
-        total = np.zeros(elements.stop - elements.start)
+    def _blended(self, stored: Sequence[Bytes], run: Run) -> Doubles:
+        """The blend of a run of elements. stored: the bytes of all tensors."""
+        count = run.stop - run.start
+        numbers = [
+            rounding.numbers(_part(values, tensor.dtype, run.start, count), tensor.dtype)
+            for tensor, values in zip(self._tensors, stored, strict=True)
+        ]
         with np.errstate(over="ignore", invalid="ignore"):
-            for tensor, values, share in zip(self._tensors, stored, self.shares, strict=True):
-                part = _part(values, tensor.dtype, elements.start, total.size)
-                numbers = rounding.numbers(part, tensor.dtype)
-                total += np.multiply(numbers, share, out=numbers)
-        return total
+            return self.blend.blended(numbers, run)
 
     def _round(self, total: Doubles, out: Bytes) -> None:
         """Fill `out` with the bytes of the sum in the tensor's dtype."""
@@ -110,10 +115,3 @@ def _part(values: Bytes, dtype: str, start: int, count: int) -> Bytes:
     """The bytes of some elements in a vector of bytes."""
     size = ITEMSIZE[dtype]
     return values[start * size : (start + count) * size]
-
-
-def _read(tensor: LazyTensor, box: Box) -> Bytes:
-    """The bytes of a rectangle [rows, bytes of a row]."""
-    stored = np.empty((box.rows, box.cols * ITEMSIZE[tensor.dtype]), np.uint8)
-    tensor.read_into(box, stored)
-    return stored

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import megaconv
 from megaconv.errors import UsageError
 from megaconv.options.model_shares import ModelShare, divided, model_shares
 from tests.conftest import FIXTURES
+from tests.engine.averaged_models import weights, write_delta_nets, write_models
 from tests.engine.test_interrupted import KILL
 from tests.forks import start
 from tests.models import write_llama
@@ -21,19 +22,7 @@ from tests.runs import assert_refused, finish, run
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three models: of Hugging Face, of Megatron core at tp 2, and of Megatron's torch_dist."""
-    place = tmp_path_factory.mktemp("models")
-    made = [write_llama(place / f"hf{seed}", seed=seed) for seed in range(3)]
-    options = [[], ["--tp", 2], ["--ckpt-format", "torch_dist", "--dist-files", 2]]
-    for seed in (1, 2):
-        out = place / f"core{seed}"
-        assert run("convert", made[seed], out, "--saver", "core", *options[seed]).status == 0
-        made[seed] = out
-    return made
-
-
-def weights(model: Path) -> dict[str, torch.Tensor]:
-    return load_file(model / "model.safetensors")
+    return write_models(tmp_path_factory.mktemp("models"))
 
 
 def expected(models: list[Path], shares: list[float]) -> dict[str, torch.Tensor]:
@@ -241,22 +230,7 @@ def test_a_model_without_a_family_is_averaged_under_its_own_names(tmp_path: Path
 
 @pytest.fixture(scope="module")
 def delta_nets(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two Qwen3-Next: of Hugging Face, and the same in Transformer Engine's form, whose output norms are stored minus 1."""
-    place = tmp_path_factory.mktemp("delta-nets")
-    source = FIXTURES / "hybrid-qwen3-next-tp2" / "hf"
-    for number in range(2):
-        out = place / f"hf{number}"
-        out.mkdir()
-        (out / "config.json").write_bytes((source / "config.json").read_bytes())
-        generator = torch.Generator().manual_seed(number)
-        tensors = {
-            name: torch.randint(40, 80, tensor.shape, generator=generator) / 64
-            for name, tensor in weights(source).items()
-        }
-        save_file(tensors, out / "model.safetensors", {"format": "pt"})
-        form = ["--saver", "core", "--transformer-impl", "transformer_engine"]
-        assert run("convert", out, place / f"core{number}", *form).status == 0
-    return [place / "hf0", place / "hf1", place / "core0", place / "core1"]
+    return write_delta_nets(tmp_path_factory.mktemp("delta-nets"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from formats.tensor import Box, LazyTensor, read_tensor
 from megaconv.engine.stream import as_lazy
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.values.averaged import AveragedTensor
+from megaconv.values.blends import WeightedSum
 
 SHAPE = (37, 53)
 SHARES = (0.5, 0.8, -0.3)
@@ -26,7 +27,9 @@ def averaged(
     tensors: list[torch.Tensor], shares: tuple[float, ...], *, overflow: bool = False
 ) -> AveragedTensor:
     first, *others = map(lazy, tensors)
-    return AveragedTensor(first, tuple(others), shares, "layers.0.attn.q.weight", overflow)
+    return AveragedTensor(
+        first, tuple(others), WeightedSum(shares), "layers.0.attn.q.weight", overflow
+    )
 
 
 def as_torch(tensor: AveragedTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,7 +22,8 @@ Models = Annotated[
 
 
 @command(
-    epilog="Example: megaconv average run/iter_0000800 run/iter_0000900 run/iter_0001000 --save-dir averaged"
+    epilog="Examples: megaconv average run/iter_0000800 run/iter_0000900 run/iter_0001000 --save-dir averaged; "
+    "megaconv average base math code --method ties --density 0.2 --save-dir both"
 )
 def average(
     *,
@@ -34,7 +35,7 @@ def average(
     quiet: opt.Quiet = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Average the weights of several checkpoints of one model. Short for `convert --average`, which shards as well."""
-    first, others = divided(model_shares(models))
+    """Average the weights of several checkpoints of one model, also by SLERP, TIES or DARE. Short for `convert --average`, which shards as well."""
+    first, others = divided(model_shares(models), options.average.method)
     options = replace(options, averaged=others)
     run(Request(first, save_dir, saver, options, dry_run=dry_run, quiet=quiet, as_json=as_json))
