@@ -35,7 +35,10 @@ def average(
     quiet: opt.Quiet = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Average the weights of several checkpoints of one model, also by SLERP, TIES or DARE. Short for `convert --average`, which shards as well."""
+    """Average the weights of several checkpoints of one model, also by SLERP, TIES or DARE.
+
+    Short for `convert --average`, which shards as well.
+    """
     first, others = divided(model_shares(models), options.average.method)
     options = replace(options, averaged=others)
     run(Request(first, save_dir, saver, options, dry_run=dry_run, quiet=quiet, as_json=as_json))
