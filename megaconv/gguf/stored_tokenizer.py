@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
+from megaconv.gguf.chat_templates import stored_templates
 from megaconv.gguf.sentencepiece import CONTROL, NORMAL, UNUSED, USER, Piece, model_of
 from megaconv.gguf.tokenizer import GPT2, PATTERNS, PREFIX
 
@@ -96,9 +97,9 @@ def _settings(keys: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, Any]:
         number = _id(keys, tokens, word)
         if number is not None:
             found[name] = tokens[number]
-    template = keys.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        found["chat_template"] = template
+    templates = stored_templates(keys)
+    if templates is not None:
+        found["chat_template"] = templates
     return found | {"clean_up_tokenization_spaces": False}
 
 

@@ -11,6 +11,7 @@ from formats.ceilings import SIDECAR_BYTES
 from formats.gguf import Value
 from formats.regular_files import parse_json, read_json, read_small
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from megaconv.gguf.chat_templates import is_template_file, template_values
 from megaconv.gguf.names import ARCHITECTURES
 from megaconv.gguf.sentencepiece import (
     CONTROL,
@@ -102,12 +103,13 @@ def tokenizer_values(
         values["general.name"] = Value("string", "Phi-3")
     for name, value in found.items():
         values[PREFIX + name] = value
-    template = settings.get("chat_template")
-    if "chat_template.jinja" in files:
-        template = files["chat_template.jinja"].content().decode(errors="replace")
-    if isinstance(template, str):
-        values["tokenizer.chat_template"] = Value("string", template)
-    return values
+    texts = {
+        name: file.content().decode(errors="replace")
+        for name, file in files.items()
+        if is_template_file(name)
+    }
+    with well_formed("tokenizer_config.json"):
+        return values | template_values(settings, texts)
 
 
 def _require_usable(files: Mapping[str, _File], extra: Mapping[str, str]) -> None:
