@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from formats.regular_files import read_small
 from megaconv import hub_headers
 from megaconv.errors import CheckpointError, UnknownFormat, UsageError
+from megaconv.hub_settings import answer_seconds
 from megaconv.local_paths import UNEXPANDED, is_unexpanded, local_path
 from megaconv.store_inputs import is_store, stand_in
 
@@ -131,7 +133,7 @@ def tokenizer_directory(place: str) -> Path:
     name, _, revision = place.removeprefix(_SCHEME).partition("@")
     if not _NAME.fullmatch(name):
         raise nothing_at(local_path(place.removeprefix(_SCHEME)))
-    timeout = _timeout()
+    timeout = answer_seconds()
     from huggingface_hub import HfApi, snapshot_download
 
     wanted: dict[str, Any] = {
@@ -189,7 +191,9 @@ def _of_page(place: str) -> str:
         raise UsageError(
             f"{place}: is not a model's page; expected https://huggingface.co/organisation/name"
         )
-    return f"{_SCHEME}{match['name']}" + (f"@{match['revision']}" if match["revision"] else "")
+    # In the address of a page, the slashes of a branch such as refs/pr/1 are %2F.
+    revision = unquote(match["revision"] or "")
+    return f"{_SCHEME}{match['name']}" + (f"@{revision}" if revision else "")
 
 
 def _in_cache(path: Path) -> Path:
@@ -232,18 +236,8 @@ def _skipped(files: Sequence[str]) -> list[str]:
     return ["*.bin"] if any(name.endswith(".safetensors") for name in files) else [*_VARIANTS]
 
 
-def _timeout() -> float:
-    """Seconds that the Hub has for an answer.
-
-    Call it before the import of huggingface_hub, which reads these environment variables at import.
-    """
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "10")
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    return float(os.environ["HF_HUB_ETAG_TIMEOUT"])
-
-
 def _fetch(place: str, name: str, revision: str | None, *, cache: bool) -> Path:
-    timeout = _timeout()
+    timeout = answer_seconds()
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 
 from formats.ceilings import HEADER_BYTES
 from formats.partial_files import RemoteState
-from formats.stores.patience import Transient
+from formats.stores.patience import Patience, Transient
 from formats.stores.stand_in import StandIn
 from megaconv.errors import CheckpointError
 from megaconv.threads import thread_pool
@@ -37,12 +36,12 @@ A longer header takes a second request.
 """
 _THREADS = 8
 _BLOCK_BYTES = 1 << 16
-_ATTEMPTS = 3
-_PAUSE_SECONDS = 1.0
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 _QUERY = re.compile(r"\?[^\s'\"]*[=&][^\s'\"]*")
 """The query of an address, which may hold a signature."""
+_RESET = re.compile(r";\s*t\s*=\s*(\d{1,9})")
+"""In the Hub's header `RateLimit: "resolvers";r=0;t=55`: the seconds until it answers again."""
 _EMPTY = 416
 """The HTTP status for any range of an empty file."""
 
@@ -109,8 +108,8 @@ class _CommitFiles:
         except (CheckpointError, Transient):
             raise
         except Exception as error:  # the client's network errors have no common class
-            if status_of(error) in (None, *_TRANSIENT):
-                raise Transient(reason(error)) from None
+            if _passes(error):
+                raise _transient(error) from None
             raise CheckpointError(f"{key}: {reason(error)}", code="hub-unreachable") from error
 
     def require_unchanged(self, states: Sequence[RemoteState]) -> None:
@@ -165,16 +164,16 @@ def _more(url: str, state: RemoteState, start: int, end: int) -> bytes:
 
 def _get(url: str, start: int, end: int) -> _Part:
     """Bytes from `start` up to `end`, fewer if the file ends before. Repeats the request after a transient error."""
-    for attempt in range(1, _ATTEMPTS):
+    patience = Patience(f"GET {url}")
+    while True:
         try:
             return _get_once(url, start, end)
         except (NoRanges, CheckpointError):
             raise
         except Exception as error:
-            if status_of(error) not in (None, *_TRANSIENT):
+            if not _passes(error):
                 raise
-        time.sleep(_PAUSE_SECONDS * attempt)
-    return _get_once(url, start, end)
+            patience.wait(_transient(error))
 
 
 def _get_once(url: str, start: int, end: int) -> _Part:
@@ -254,6 +253,19 @@ def _content(response: Any, count: int) -> bytes:
 def status_of(error: Exception) -> int | None:
     """The HTTP status of a client error; None for a network error."""
     return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _passes(error: Exception) -> bool:
+    """True for a client error that may not happen again."""
+    return status_of(error) in (None, *_TRANSIENT)
+
+
+def _transient(error: Exception) -> Transient:
+    """The failure of a request that should be repeated, after the time that the Hub asks for."""
+    headers = getattr(getattr(error, "response", None), "headers", {})
+    reset = _RESET.search(headers.get("RateLimit", ""))
+    after = reset[1] if reset else headers.get("Retry-After", "")
+    return Transient(reason(error), float(after) if after.isdecimal() else 0.0)
 
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"

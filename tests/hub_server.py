@@ -50,6 +50,8 @@ class Hub(ThreadingHTTPServer):
         self.dies_at_commit = False
         self.answers: dict[str, int] = {}
         """Status by a part of the path: what the server refuses."""
+        self.refuses: Callable[[str], tuple[int, dict[str, str]] | None] = lambda path: None
+        """(status, headers) for a path whose request is refused now."""
         self.has_ranges = True
         self.served: dict[str, int] = {}
         """Bytes that went out by the name of the file."""
@@ -134,6 +136,10 @@ class _Request(BaseHTTPRequestHandler):
         path, query = unquote(urlsplit(self.path).path), parse_qs(urlsplit(self.path).query)
         self.server.requests.append(f"{self.command} {path}")
         self.body = self.read_body()
+        refused = self.server.refuses(path)
+        if refused is not None:
+            self.answer({"error": "no"}, *refused)
+            return
         for part, status in self.server.answers.items():
             if part in path:
                 self.answer({"error": "no"}, status)

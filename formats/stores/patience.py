@@ -1,7 +1,7 @@
 """Decides how often and for how long a request to a store is repeated.
 
 The pause before attempt n is random, up to 0.1 s * 2^n and at most 20 s ("full jitter": many processes don't return at
-the same moment). Progress of the request starts the count again.
+the same moment). A store that limits requests may ask for a longer pause. Progress of the request starts the count again.
 """
 
 import random
@@ -54,4 +54,4 @@ class Patience:
                 code="store-unreachable",
             )
         pause = random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failures))
-        time.sleep(max(pause, min(failure.after, _LONGEST_PAUSE)))
+        time.sleep(max(pause, min(failure.after, SECONDS - waited)))

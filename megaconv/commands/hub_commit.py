@@ -4,12 +4,12 @@ hash of every file are requested for that very commit.
 The client is huggingface_hub 0.30 to 2.4.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,12 +18,15 @@ from megaconv.commands.hub_files import Hashes, arrived, hashes_of_content
 from megaconv.commands.hub_weights import notice_of, old_weights, require_read
 from megaconv.commands.model_card import CARD
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer
+from megaconv.hub_settings import answer_seconds
 from megaconv.model.check import listing
 from megaconv.options import PushOptions
 
 _AT_ONCE = 500
 """Number of files per request to the Hub."""
 _POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 300.0
+"""The Hub takes minutes for a commit of many files."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,11 +177,20 @@ def _require_arrived(api: Any, repository: str, commit: str, hashes: Mapping[str
         )
 
 
-def hub_client() -> Any:
-    """The Hub's client, which sends no telemetry."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    from huggingface_hub import HfApi
+def hub_client(seconds: float = _ANSWER_SECONDS) -> Any:
+    """The Hub's client, which sends no telemetry. seconds: the longest time without a byte of an answer.
 
+    The client itself would wait for ever. Raises UsageError for settings that the client can't use.
+    """
+    answer_seconds()
+    from huggingface_hub import HfApi, utils
+
+    http: Any = utils  # its names aren't declared to type checkers
+    session = http.get_session()
+    if hasattr(session, "timeout"):  # httpx, from huggingface_hub 1.0 on
+        session.timeout = seconds
+    else:
+        session.request = partial(session.request, timeout=seconds)
     return HfApi()
 
 

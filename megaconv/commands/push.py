@@ -29,6 +29,7 @@ from megaconv.engine.report import Report
 from megaconv.errors import ModelsDiffer, UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import nothing_at
+from megaconv.hub_settings import answer_seconds
 from megaconv.input import Input
 from megaconv.local_paths import local_path
 from megaconv.model.check import listing
@@ -90,8 +91,9 @@ def require_repository(name: str) -> None:
 
 def require_token(repository: str) -> None:
     """Raises CheckpointError if the Hub doesn't recognise the user's token. Called before anything is read or sent."""
+    seconds = answer_seconds()
     with hub_errors(repository):
-        hub_client().whoami()
+        hub_client(seconds).whoami()
 
 
 def _kind(path: Path) -> str:

@@ -151,6 +151,7 @@ def prepare(monkeypatch: pytest.MonkeyPatch, address: str, home: Path) -> None:
         "HF_HUB_OFFLINE",
         "HF_TOKEN",
         "HF_HUB_CACHE",
+        "HF_HUB_DOWNLOAD_TIMEOUT",
         "HF_HUB_ETAG_TIMEOUT",
         "http_proxy",
         "HTTP_PROXY",
@@ -185,6 +186,7 @@ def megaconv(*arguments: object, seconds: float = 60) -> Outcome:
         ("hf://old@v2", "v2"),
         ("{hub}/org/name", "main"),
         ("{hub}/org/name/tree/v2", "v2"),
+        ("{hub}/org/name/tree/refs%2Fpr%2F1", "refs/pr/1"),
         ("{hub}/org/name/blob/v2/config.json", "v2"),
     ],
 )
@@ -315,6 +317,33 @@ def test_a_silent_hub_is_reported_within_seconds(
         monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "2")
         outcome = megaconv("inspect", "org/name", seconds=15)
     assert_refused(outcome, 2, "no such file or directory", "Hugging Face Hub")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HF_HUB_ETAG_TIMEOUT", "0.5"),
+        ("HF_HUB_ETAG_TIMEOUT", "soon"),
+        ("HF_HUB_DOWNLOAD_TIMEOUT", ""),
+        ("HF_ENDPOINT", "localhost:8700"),
+        ("HF_ENDPOINT", ""),
+        ("HF_TOKEN", "hf_ä"),
+    ],
+)
+@pytest.mark.parametrize("words", ["inspect org/name", "push {model} org/name"])
+def test_a_setting_that_the_client_cannot_use_is_named(
+    online: Hub,
+    models: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    words: str,
+    name: str,
+    value: str,
+) -> None:
+    monkeypatch.setenv(name, value)
+    command = words.format(model=models[COMMITS["main"]]).split()
+    outcome = megaconv(*command)
+    assert_refused(outcome, 2, name)
+    assert "hf_ä" not in outcome.err
 
 
 def test_without_the_hub_a_model_that_was_downloaded_before_is_used(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -238,3 +239,28 @@ def test_errors_of_the_hub_are_reported_in_one_line(
     put(hub, sharded)
     hub.answers[part] = status
     assert_refused(megaconv("inspect", f"hf://{NAME}"), 1, NAME, words)
+
+
+def test_a_hub_that_limits_requests_is_asked_again_when_it_says(hub: Hub, sharded: Path) -> None:
+    """At the first request for weights, and again in the middle of them. No other pause is longer than some milliseconds."""
+    put(hub, sharded)
+    no_pause = "from formats.stores import patience\npatience._FIRST_PAUSE = 0.0001\n"
+    moments, ends = [1, 6], [0.0]
+    answered: list[str] = []
+
+    def limit(path: str) -> tuple[int, dict[str, str]] | None:
+        if not path.endswith(".safetensors"):
+            return None
+        if len(answered) in moments:
+            moments.remove(len(answered))
+            ends[0] = time.monotonic() + 1
+        if time.monotonic() < ends[0]:
+            return 429, {"RateLimit": '"resolvers";r=0;t=1'}
+        answered.append(path)
+        return None
+
+    hub.refuses = limit
+    outcome = finish(start("fingerprint", f"hf://{NAME}", before=no_pause), 60)
+    assert outcome.status == 0, outcome.err
+    assert outcome.out.strip() == fingerprint(sharded).weights
+    assert not moments

@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,6 +222,32 @@ def test_without_a_token_nothing_is_read_or_sent(
     monkeypatch.delenv("HF_TOKEN")
     assert_refused(push(model, NAME), 1, "HF_TOKEN")
     assert {request for request in hub.requests if "whoami" not in request} == set()
+
+
+def test_a_silent_hub_ends_a_push_within_seconds(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+        outcome = finish(start("push", model, NAME), 15)
+    assert_refused(outcome, 1, NAME, "timed out")
+
+
+def test_a_hub_that_becomes_silent_ends_a_push(hub: Hub, model: Path) -> None:
+    half_a_second = (
+        "from megaconv.commands.hub_commit import hub_client\nhub_client.__defaults__ = (0.5,)\n"
+    )
+    over = threading.Event()
+
+    def wait(path: str) -> None:
+        if path.endswith("create"):
+            over.wait(20)
+
+    hub.refuses = wait
+    outcome = finish(start("push", model, NAME, before=half_a_second), 15)
+    over.set()
+    assert_refused(outcome, 1, NAME, "timed out")
 
 
 def test_a_dry_run_of_push_lists_the_files_without_a_request(model: Path) -> None:

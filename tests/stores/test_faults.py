@@ -62,6 +62,16 @@ def test_a_store_that_always_fails_ends_the_run(store: Proxy, fault: str) -> Non
     assert len(store.requests) <= patience.MOST_ATTEMPTS + 10
 
 
+@pytest.mark.parametrize(("after", "expected"), [(0.0, 0.0), (60.0, 60.0), (9999.0, 300.0)])
+def test_a_store_may_ask_for_a_pause_of_up_to_five_minutes(
+    monkeypatch: pytest.MonkeyPatch, after: float, expected: float
+) -> None:
+    paused: list[float] = []
+    monkeypatch.setattr(patience.time, "sleep", paused.append)
+    patience.Patience("GET object").wait(patience.Transient("429", after))
+    assert paused == [pytest.approx(expected, abs=0.5)]
+
+
 def test_a_store_that_is_not_there_is_named(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://name:secret@127.0.0.1:9")
     outcome = run("inspect", f"s3://{BUCKET}/model")
