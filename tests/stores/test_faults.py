@@ -1,5 +1,6 @@
 """A store that fails: requests are repeated within bounds, and a source that changes ends the run."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_a_store_may_ask_for_a_pause_of_up_to_five_minutes(
     monkeypatch: pytest.MonkeyPatch, after: float, expected: float
 ) -> None:
     paused: list[float] = []
-    monkeypatch.setattr(patience.time, "sleep", paused.append)
+    monkeypatch.setattr(time, "sleep", paused.append)
     patience.Patience("GET object").wait(patience.Transient("429", after))
     assert paused == [pytest.approx(expected, abs=0.5)]
 
