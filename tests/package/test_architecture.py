@@ -49,6 +49,7 @@ ROOMS = {
         (
             "megaconv.hub",
             "megaconv.hub_headers",
+            "megaconv.hub_settings",
             "megaconv.store_inputs",
             "megaconv.local_paths",
             "megaconv.plugins",
