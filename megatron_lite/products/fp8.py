@@ -28,6 +28,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = {"tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}
 """The sides of a matrix have to be multiples of these, because GPU kernels require it."""
 ROLES = ("input", "weight", "gradient")
+_LARGEST_FACTOR = 2.0**127
+"""The largest power of two in float32."""
 
 
 class Operand(NamedTuple):
@@ -161,6 +163,8 @@ KINDS = {
 def factor(largest: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     """Return float32 []: the factor that scales `largest` to the largest number of the format; 1 for zeros."""
     found = torch.finfo(dtype).max / largest / 2**margin
+    # For the smallest numbers it would be infinite, and infinity times a zero beside them is not a number.
+    found = found.clamp(max=_LARGEST_FACTOR)
     return torch.where(largest > 0, found, torch.ones_like(found))
 
 

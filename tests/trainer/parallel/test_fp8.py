@@ -118,6 +118,21 @@ def test_a_bias_an_expert_without_rows_and_zeros_are_what_they_are_without_fp8()
     assert not product.of_weight(torch.zeros(0, 32), torch.zeros(0, 16)).any()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_beside_numbers_near_the_smallest_of_float32_are_finite(
+    recipe: str, dtype: torch.dtype
+) -> None:
+    """The factor of such numbers would be infinite: activations of gates that are closed, gradients of unlikely experts."""
+    product = KINDS[recipe](FP8(recipe=recipe))
+    x = torch.zeros(2, 128, dtype=dtype)
+    x[0, ::2] = 1e-37
+    weight = torch.ones(32, 128, dtype=dtype)
+    expected = torch.tensor([[64e-37], [0.0]]).expand(2, 32)
+    torch.testing.assert_close(product.forward(x, weight).float(), expected, rtol=0.07, atol=1e-45)
+    assert product.of_weight(x[:, :32], x).isfinite().all()
+
+
 def test_delayed_scales_follow_the_largest_elements_of_the_steps_before() -> None:
     for algorithm, expected in (("most_recent", 448 / 2), ("max", 448 / 8)):
         product = DelayedProduct(FP8(recipe="delayed", history=3, algorithm=algorithm))
