@@ -5,7 +5,7 @@ widths of all heads together; f is the MLP's width. Each is divided by tp, but h
 
     attention   h (its input) + h (normed) + (q + 2 kv) (the fused product) + q and, rotated by rope, kv (input of attention) + q (output)
     latent      h + h + ranks of q and kv + q + its k and v + output
-    MLP         h + h + f (2 f if gated) + f (activated)
+    MLP         h + h + f (2 f if gated; more for some activation functions, see mlps.py) + f (activated)
     experts     k times (2 h + f or 2 f + f), and h twice; if etp ranks share each expert, they have the rows of all of these,
                 h once more for each, and f / etp of them; rows of padding count too
     cross       h + h + q (of queries) + q (output), and for each token of the encoder k and v
@@ -19,7 +19,7 @@ share the matrix. An adapter keeps r numbers.
 Offloaded layers keep nothing; AT_ONCE of them are on their way between the GPU and main memory.
 
 Selective recomputation leaves out the normed and activated elements. Full recomputation keeps one h for each group of
-layers, and the inside of one group.
+layers and for each further predicted token, and the inside of one group.
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,7 @@ from megaconv.model.predicting import predicting_kinds
 from megaconv.model.subjects import LayerKind
 from megaconv.planning.carried import input_elements, shared_elements
 from megaconv.planning.mixers import in_layer, mixer_cost
+from megaconv.planning.mlps import activation_parts, row_elements
 from megaconv.planning.pipeline_order import order
 from megaconv.planning.run import Run, StackPart
 
@@ -45,7 +46,7 @@ def activations(run: Run, pp_rank: int) -> int:
     for action in order(layout.pp, layout.vpp, run.microbatches, pp_rank):
         now += -each[action.chunk] if action.backward else each[action.chunk]
         most = max(most, now)
-    inside = max((_inside(run, chunk) for chunk in chunks), default=0)
+    inside = max((recomputed_bytes(run, chunk) for chunk in chunks), default=0)
     return most + inside + on_their_way(run)
 
 
@@ -99,14 +100,24 @@ def head_elements(run: Run) -> float:
     config, width = run.config, run.width
     # The gradient of the head's matrix.
     matrix = 0.0 if run.head_is_frozen else run.logit_columns * config.hidden
-    of_head = 2 * width * run.tokens + matrix
+    # Scores are those of single tokens, so that the head keeps the input of its norm alone.
+    of_head = (1 if config.has("scores") else 2) * width * run.tokens + matrix
     transforms = config.has("transform") or config.has("head_projection")
     found = of_head + (3 * width * run.tokens if transforms else 0.0)
-    if config.mtp_layers:
-        inside = sum(layer_elements(run, kind) for kind in predicting_kinds(config))
-        of_mtp_layer = (inside + 3 * width) * run.tokens
-        found += config.mtp_layers * (of_head + of_mtp_layer)
-    return found
+    # A recomputed layer keeps its tokens' embedding. Its other input is that of the head before it.
+    of_mtp_layer = width * run.tokens if recomputes_mtp(run) else mtp_layer_elements(run)
+    return found + config.mtp_layers * (of_head + of_mtp_layer)
+
+
+def recomputes_mtp(run: Run) -> bool:
+    """Return whether layers that predict further tokens are computed again. `block` counts each of them alone."""
+    return run.config.mtp_layers > 0 and run.recompute.granularity == "full"
+
+
+def mtp_layer_elements(run: Run) -> float:
+    """Return the elements that a microbatch leaves in a layer that predicts a further token."""
+    inside = sum(layer_elements(run, kind) for kind in predicting_kinds(run.config))
+    return (inside + 3 * run.width) * run.tokens
 
 
 def _of_layers(run: Run, part: StackPart, layers: range) -> float:
@@ -140,21 +151,22 @@ def _groups(run: Run, layers: range) -> Iterator[tuple[range, bool]]:
         yield range(recomputed_end, end), False
 
 
-def _inside(run: Run, chunk: Chunk) -> int:
+def recomputed_bytes(run: Run, chunk: Chunk) -> int:
     """Return the bytes inside the largest group of layers that is recomputed."""
-    inside = (
+    inside = [
         _of_layers(run, part, group)
         for part in run.stacks(chunk)
         for group, whole in _groups(run, part.layers)
         if whole
-    )
+    ]
+    if chunk.is_last and recomputes_mtp(run):
+        inside.append(mtp_layer_elements(run))
     return round(max(inside, default=0.0) * run.itemsize)
 
 
 def layer_elements(run: Run, kind: LayerKind) -> float:
     """Return the elements that a token leaves in a layer of this kind on one rank."""
     config, tp = in_layer(run.config, kind), run.layout.tp
-    gates = 2 if config.mlp.gated else 1
     selective = run.recompute.granularity == "selective"
     keeps_normed = config.norm.place != "after" and not selective
     normed = run.width if keeps_normed else 0.0
@@ -164,7 +176,7 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
         # If several matrices use a norm's output, it is kept.
         into = run.width if mixer.needs_norm else normed
         into *= _keeps_input(run, kind, "mixer")
-        found += run.width + into + mixer.elements(config, kind) / tp
+        found += run.width + into + mixer.kept(config, kind, run.itemsize) / tp
         if run.cp > 1 and run.context in ("a2a", "a2a+p2p"):
             # v and attention's output are kept before and after their exchange.
             found += (
@@ -172,29 +184,29 @@ def layer_elements(run: Run, kind: LayerKind) -> float:
                 * (config.attention.heads + config.attention.kv_heads)
                 / tp
             )
-    # Limits keep the activated gates before and after them, and the other projection after them. In routed experts, they
-    # also keep the product before the weights of the rows.
-    limited = 0 if kind.limit is None else 4
-    shared_limited = 0 if kind.shared_limit is None else 3
     if kind.mlp == "dense":
-        # Functions other than SwiGLU also keep the activated gates.
-        is_simple = gates == 1 or config.mlp.is_plain_swiglu
-        activated = shared_limited or (0 if is_simple else 1)
+        activated = activation_parts(config.mlp, kind.shared_limit)
         made = 0 if selective else _keeps_input(run, kind, "fc2")
         normed *= _keeps_input(run, kind, "fc1")
-        found += run.width + normed + config.mlp.ffn * (gates + activated + made) / tp
+        found += run.width + normed + config.mlp.ffn * (activated + made) / tp
     elif kind.mlp == "experts":
-        experts = config.experts
-        rows = config.hidden * (1 + run.layout.etp)
-        routed = run.routed_rows / run.tokens * (rows + experts.ffn * (gates + 1 + limited))
-        shared = experts.shared_ffn * (gates + 1 + shared_limited) / tp + (
-            run.width if experts.shared_gate else 0
-        )
-        found += 2 * run.width + routed + shared
+        found += 2 * run.width + _expert_elements(run, kind)
     if config.has("layer_inputs"):
         # The hidden states, the gate before and after its activation, the product, and what the norm reads.
         found += 2 * run.width + 3 * _own_share(run, config.layer_inputs.width)
     return found + (2 * run.width if config.norm.place in ("both", "after") else 0)
+
+
+def _expert_elements(run: Run, kind: LayerKind) -> float:
+    """Return the elements that a token leaves in routed and shared experts, without their input."""
+    config, experts = run.config, run.config.experts
+    rows = run.routed_rows / run.tokens
+    found = rows * row_elements(config, kind, run.layout.etp)
+    # The sum of the routed experts, before the projection from their width.
+    found += _own_share(run, experts.latent)
+    shared = activation_parts(config.mlp, kind.shared_limit) + 1
+    found += experts.shared_ffn * shared / run.layout.tp
+    return found + (run.width if experts.shared_gate else 0)
 
 
 def _keeps_input(run: Run, kind: LayerKind, place: str) -> bool:

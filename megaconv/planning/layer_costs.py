@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 from megaconv.model.rank_share import RankShare
 from megaconv.model.subjects import LayerKind
-from megaconv.planning.activations import head_elements, layer_elements
+from megaconv.planning.activations import (
+    head_elements,
+    layer_elements,
+    mtp_layer_elements,
+    recomputes_mtp,
+)
 from megaconv.planning.gpus import Gpu
 from megaconv.planning.mixers import MixerCost, in_layer, mixer_cost
 from megaconv.planning.rates import (
@@ -157,6 +162,7 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
         elementwise=moves * logits * heads / machine.memory + mtp * further.elementwise,
         exchange=_exchange_seconds(run, traffic, machine.gpu) + mtp * further.exchange,
         kept=head_elements(run) * run.itemsize,
+        inside=mtp_layer_elements(run) * run.itemsize if recomputes_mtp(run) else 0.0,
     )
 
 

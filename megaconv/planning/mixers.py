@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from megaconv.model.config import ModelConfig
 from megaconv.model.subjects import LayerKind
 
+FLOAT32 = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixerCost:
@@ -16,7 +18,9 @@ class MixerCost:
     attends: bool = False
     """True if tokens attend to the keys of all earlier tokens, which context-parallel ranks exchange."""
     elements: Callable[[ModelConfig, LayerKind], float]
-    """The elements that a token leaves in the mixer for the backward pass, without the mixer's input."""
+    """The elements in the model's dtype that a token leaves in the mixer for the backward pass, without its input."""
+    wide_elements: Callable[[ModelConfig, LayerKind], float] = lambda config, kind: 0.0
+    """The elements that it leaves in float32, whatever the model's dtype is."""
     operations: Callable[[ModelConfig, int], float]
     """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
     input_width: Callable[[ModelConfig], int]
@@ -27,6 +31,11 @@ class MixerCost:
     """The width of all outputs of row-sharded matrices, which tensor ranks sum."""
     shared_width: Callable[[ModelConfig], int] = lambda _: 0
     """The width of activations that each rank computes from its own tokens, and that the heads of all ranks use."""
+
+    def kept(self, config: ModelConfig, kind: LayerKind, itemsize: int) -> float:
+        """Return all elements that a token leaves, counted in the model's dtype. itemsize: bytes of one of these."""
+        wide = self.wide_elements(config, kind) * FLOAT32 / itemsize
+        return self.elements(config, kind) + wide
 
     @property
     def own_input_width(self) -> Callable[[ModelConfig], int]:
@@ -62,7 +71,8 @@ def _of_scores(config: ModelConfig, tokens: int) -> float:
 def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     """Return the fused product, the inputs of attention (keys again if they rotate, scaled values) and its output.
 
-    A norm of queries keeps them a second time, because they are not contiguous in the fused product. A gate is kept as
+    A norm of queries keeps them a second time, because they are not contiguous in the fused product. A limit keeps them, and
+    the values after it. A gate is kept as
     its projection and as the factor that it gives, and the output is kept before and after it. Shared keys and values are
     those of another layer. Heads in pairs keep the values of first and of second heads, an output for each, both outputs
     joined, and their difference.
@@ -74,8 +84,9 @@ def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
         return 3 * q
     rotated = k if kind.rotates and config.positions.kind == "rope" else 0
     scaled = v if attention.value_scale is not None else 0
-    normed = q if attention.qk_norm else 0
-    plain = (q + k + v) + q + normed + rotated + scaled + output
+    normed = q if attention.qk_norm and attention.qk_norm_width == "head" else 0
+    clipped = q + v if attention.clip is not None else 0
+    plain = (q + k + v) + q + normed + clipped + rotated + scaled + output
     if attention.output_gate:
         return plain + 2 * output + output
     if attention.head_gate:
@@ -85,9 +96,23 @@ def _attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     return plain
 
 
+def _wide_attention_elements(config: ModelConfig, kind: LayerKind) -> float:
+    """Return what norms of q and k keep in float32, except norms of single heads, whose weights all heads share.
+
+    A norm keeps its input, and its output before the weights if it has weights.
+    """
+    attention = in_layer(config, kind).attention
+    keys = 0 if kind.shares_kv else attention.kv_heads
+    normed = (attention.heads + keys) * attention.head_dim
+    if attention.qk_norm and attention.qk_norm_width != "head":
+        return 2 * normed
+    return normed if attention.qk_l2_norm and kind.rotates else 0
+
+
 ATTENTION = MixerCost(
     attends=True,
     elements=_attention_elements,
+    wide_elements=_wide_attention_elements,
     operations=_of_scores,
     input_width=_hidden,
 )
@@ -143,9 +168,18 @@ SPARSE = MixerCost(
 
 
 def _delta_net_elements(config: ModelConfig, _: LayerKind) -> float:
+    """Return the inputs of the convolution and of the scan, and the input of the last matrix."""
     linear = config.linear
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
-    return 2 * (2 * keys + values) + 2 * values
+    return 2 * (2 * keys + values) + values
+
+
+def _wide_delta_net_elements(config: ModelConfig, _: LayerKind) -> float:
+    """Return the convolution's output, q and k before and after their norms, numbers of each head, and the gated norm."""
+    linear = config.linear
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    of_heads = 2 * linear.key_heads + 7 * linear.value_heads
+    return (2 * keys + values) + 4 * keys + of_heads + 5 * values
 
 
 def _delta_net_operations(config: ModelConfig, _: int) -> float:
@@ -155,31 +189,53 @@ def _delta_net_operations(config: ModelConfig, _: int) -> float:
 
 
 DELTA_NET = MixerCost(
-    elements=_delta_net_elements, operations=_delta_net_operations, input_width=_hidden
+    elements=_delta_net_elements,
+    wide_elements=_wide_delta_net_elements,
+    operations=_delta_net_operations,
+    input_width=_hidden,
 )
 
 
 def _kimi_delta_elements(config: ModelConfig, kind: LayerKind) -> float:
-    """Return what a delta net keeps, the two narrow gates, and the decay of each channel of a key."""
+    """Return what a delta net keeps, and the two narrow gates."""
+    return _delta_net_elements(config, kind) + 2 * config.linear.value_dim
+
+
+def _wide_kimi_delta_elements(config: ModelConfig, _: LayerKind) -> float:
+    """Return the convolution's output, q and k before and after their norms, the decay of each channel of a key and its two
+    terms, numbers of each head, and the gated norm.
+    """
     linear = config.linear
-    decays = linear.key_heads * linear.key_dim
-    return _delta_net_elements(config, kind) + 2 * linear.value_dim + 3 * decays
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    of_heads = 2 * linear.key_heads + 2 * linear.value_heads
+    return (2 * keys + values) + 4 * keys + 3 * keys + of_heads + 4 * values
 
 
 KIMI_DELTA = MixerCost(
     needs_norm=True,
     elements=_kimi_delta_elements,
+    wide_elements=_wide_kimi_delta_elements,
     operations=_delta_net_operations,
     input_width=lambda config: config.hidden + 2 * config.linear.value_dim,
     direct_width=_hidden,
 )
-"""Kimi delta attention. It keeps the decay's logarithm, which is float32, and what it is computed from."""
+"""Kimi delta attention."""
 
 
 def _mamba_elements(config: ModelConfig, _: LayerKind) -> float:
+    """Return the inputs of the convolution and of the scan, and the input of the last matrix."""
     mamba = config.mamba
     inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
-    return 2 * (inner + states) + 2 * inner
+    normed = 0 if mamba.norm == "none" else inner
+    return 2 * (inner + states) + inner + normed
+
+
+def _wide_mamba_elements(config: ModelConfig, _: LayerKind) -> float:
+    """Return the convolution's output, numbers of each head, the scan's output, the gate and its factor, and the norm's input."""
+    mamba = config.mamba
+    inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
+    normed = 0 if mamba.norm == "none" else inner
+    return (inner + states) + 3 * mamba.heads + 3 * inner + normed
 
 
 def _mamba_operations(config: ModelConfig, _: int) -> float:
@@ -188,7 +244,12 @@ def _mamba_operations(config: ModelConfig, _: int) -> float:
     return 3 * 5.0 * mamba.heads * mamba.head_dim * mamba.state
 
 
-MAMBA = MixerCost(elements=_mamba_elements, operations=_mamba_operations, input_width=_hidden)
+MAMBA = MixerCost(
+    elements=_mamba_elements,
+    wide_elements=_wide_mamba_elements,
+    operations=_mamba_operations,
+    input_width=_hidden,
+)
 
 
 def _convolution_operations(config: ModelConfig, _: int) -> float:
@@ -207,6 +268,9 @@ SIDE_BY_SIDE = MixerCost(
     needs_norm=True,
     attends=True,
     elements=lambda config, kind: _attention_elements(config, kind) + _mamba_elements(config, kind),
+    wide_elements=lambda config, kind: (
+        _wide_attention_elements(config, kind) + _wide_mamba_elements(config, kind)
+    ),
     operations=lambda config, tokens: (
         _of_scores(config, tokens) + _mamba_operations(config, tokens)
     ),

@@ -17,7 +17,7 @@ from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.models import recompute
+from megatron_lite.models import recompute, scored_attention
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import SWAPPED_PARTS
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
@@ -314,7 +314,10 @@ def bytes_of_a_pass_by(_rank: int, planned: Planned) -> int:
 
 
 def bytes_of_a_pass(planned: Planned) -> int:
-    """The bytes that a forward pass keeps for its backward pass, without parameters, each storage once."""
+    """The bytes that a forward pass keeps for its backward pass, without parameters, each storage once.
+
+    Attention by scores computes them again in blocks, as for sequences of a usual length.
+    """
     engine = make_engine(replace(planned, microbatches=1))
     storages: dict[int, int] = {}
 
@@ -335,7 +338,8 @@ def bytes_of_a_pass(planned: Planned) -> int:
 
     alive: list[torch.Tensor] = []
     inside = mock.patch.object(recompute, "saved_tensors_hooks", hooks_inside)
-    with saved_tensors_hooks(keep, lambda tensor: tensor), inside:
+    blocks = mock.patch.object(scored_attention, "BLOCK", SEQUENCE // 2)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), inside, blocks:
         step(engine, replace(planned, microbatches=1))
     for parameter in engine.chunks[0].parameters():
         storages.pop(parameter.untyped_storage().data_ptr(), None)

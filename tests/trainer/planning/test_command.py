@@ -274,7 +274,8 @@ def test_a_reward_model_has_one_score_in_place_of_logits_and_a_pair_two_sequence
     assert first[0] == first[1]
     padded_vocab = 129024
     gradient_of_head = (padded_vocab // 8 - 1) * 16384 * 2
-    assert last[0] - last[1] == gradient_of_head
+    input_of_head = 2 * 4096 * 16384 * 2  # scores are those of each sequence's last token
+    assert last[0] - last[1] == gradient_of_head + input_of_head
     assert pairs["step_seconds"] < texts["step_seconds"]
 
 
