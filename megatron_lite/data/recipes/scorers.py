@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ KEY = "PERSPECTIVE_API_KEY"
 _RETRIES = 5
 _BUSY = (429, 500, 502, 503, 504)
 """Statuses after which a request is sent again."""
+_REFUSED = (
+    "COMMENT_TOO_LONG",
+    "COMMENT_EMPTY",
+    "LANGUAGE_NOT_SUPPORTED_BY_ATTRIBUTE",
+    "LANGUAGE_DETECTION_FAILED",
+)
+"""Errors of Perspective that are about the text. Others, such as those of a wrong key, concern every text."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +172,7 @@ class Perspective:
         """Time before which no request is sent."""
 
     def scores(self, texts: Sequence[str]) -> list[dict[str, float] | None]:
-        """Return the attributes of each text in lower case; None if the service refuses a text (status 400)."""
+        """Return the attributes of each text in lower case; None if the service refuses the text."""
         return [self._of(text) for text in texts]
 
     def _of(self, text: str) -> dict[str, float] | None:
@@ -187,7 +195,7 @@ class Perspective:
             ) from error
 
     def _sent(self, body: bytes) -> Any:
-        """Return the answer; None for status 400. Raises CheckpointError."""
+        """Return the answer; None for a text that the service refuses. Raises CheckpointError."""
         url = self._options.perspective_url
         headers = {"Content-Type": "application/json", "X-Goog-Api-Key": self._key}
         for attempt in range(_RETRIES):
@@ -197,9 +205,10 @@ class Perspective:
                 with urllib.request.urlopen(request, timeout=60) as answer:
                     return json.load(answer)
             except urllib.error.HTTPError as error:
-                if error.code == 400:
+                reason = _body(error)
+                if error.code == 400 and any(name in reason for name in _REFUSED):
                     return None
-                last = f"status {error.code}"
+                last = f"status {error.code}{_message(reason)}"
                 if error.code not in _BUSY:
                     break
             except (OSError, ValueError) as error:
@@ -210,3 +219,18 @@ class Perspective:
     def _wait(self) -> None:
         time.sleep(max(0.0, self._next_s - time.monotonic()))
         self._next_s = time.monotonic() + 1 / self._options.requests_per_second
+
+
+def _body(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read().decode(errors="replace")
+    except (OSError, HTTPException):
+        return ""
+
+
+def _message(answer: str) -> str:
+    """Return the message of an error of the service, behind a colon; nothing if there is none."""
+    try:
+        return f": {json.loads(answer)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return ""

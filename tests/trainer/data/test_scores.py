@@ -218,10 +218,21 @@ def test_a_long_text_takes_the_memory_of_a_batch(classifier: Path) -> None:
     assert found == scorer.scores(["fine " * 50 + "bad", ""])[0]
 
 
+WRONG_REQUEST = -400
+"""Status 400 that isn't about the text."""
+
+
 @contextmanager
 def service(statuses: list[int]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A stub of Perspective: (address, received requests). statuses: of the first answers, then 200."""
+    """A stub of Perspective: (address, received requests). statuses: of the first answers, then 200.
+
+    400 refuses the text.
+    """
     received: list[dict[str, Any]] = []
+    errors = {
+        400: {"error": {"code": 400, "details": [{"errorType": "LANGUAGE_DETECTION_FAILED"}]}},
+        WRONG_REQUEST: {"error": {"code": 400, "message": "API key not valid."}},
+    }
 
     class Stub(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -229,8 +240,10 @@ def service(statuses: list[int]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             received.append(body | {"key": self.headers["X-Goog-Api-Key"]})
             status = statuses.pop(0) if statuses else 200
             value = {"summaryScore": {"value": len(body["comment"]["text"]) / 100}}
-            answer = json.dumps({"attributeScores": {"TOXICITY": value}}).encode()
-            self.send_response(status)
+            answer = json.dumps(
+                {"attributeScores": {"TOXICITY": value}, **errors.get(status, {})}
+            ).encode()
+            self.send_response(400 if status == WRONG_REQUEST else status)
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
             self.wfile.write(answer)
@@ -260,6 +273,18 @@ def test_perspective_is_asked_once_for_each_text_and_again_when_it_is_busy(
     assert [body["comment"]["text"] for body in received] == ["abc", "défg", "défg", "refused"]
     assert received[0]["key"] == "secret"
     assert received[0]["requestedAttributes"] == {"TOXICITY": {}}
+
+
+def test_a_wrong_key_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Perspective answers with status 400, as it does for a text that it refuses."""
+    monkeypatch.setenv("PERSPECTIVE_API_KEY", "wrong")
+    source = write(tmp_path / "in.jsonl", ["abc", "def"])
+    with service([WRONG_REQUEST]) as (url, _):
+        words = ("--perspective-url", url, "--requests-per-second", 200)
+        assert score(source, tmp_path / "out", *words, scorer="perspective") == 1
+    assert "status 400: API key not valid.; --resume continues" in capsys.readouterr().err
 
 
 def scored(path: Path, scores: Sequence[float | None]) -> Path:
