@@ -12,6 +12,7 @@ from megaconv.planning.activations import (
     mtp_layer_elements,
     recomputes_mtp,
 )
+from megaconv.planning.collectives import SENT, Counted
 from megaconv.planning.gpus import Gpu
 from megaconv.planning.mixers import MixerCost, in_layer, mixer_cost
 from megaconv.planning.rates import (
@@ -28,7 +29,7 @@ from megaconv.planning.rates import (
     link,
 )
 from megaconv.planning.run import KEEP_ALL, Run
-from megaconv.planning.traffic import SENT, Counted, of_layer, of_scores, there_and_back
+from megaconv.planning.traffic import of_layer, of_scores, there_and_back
 
 CAUSAL = 0.5
 """The share of the scores that a causal mask leaves."""

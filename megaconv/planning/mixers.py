@@ -23,6 +23,12 @@ class MixerCost:
     """The elements that it leaves in float32, whatever the model's dtype is."""
     operations: Callable[[ModelConfig, int], float]
     """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
+    has_indexer: bool = False
+    """True if an indexer chooses keys. All ranks need its keys, and tensor ranks its choices."""
+    channels_of_states: Callable[[ModelConfig], int] = lambda _: 0
+    """The channels of a token that context ranks exchange, so that each rank computes some channels of all tokens."""
+    normed_together: Callable[[ModelConfig, LayerKind], int] = lambda config, kind: 0
+    """The norms whose sums of squares tensor ranks add up, because a norm covers the heads of all ranks."""
     input_width: Callable[[ModelConfig], int]
     """The width of all inputs of column-sharded matrices, which tensor ranks gather or sum."""
     direct_width: Callable[[ModelConfig], int] | None = None
@@ -109,10 +115,18 @@ def _wide_attention_elements(config: ModelConfig, kind: LayerKind) -> float:
     return normed if attention.qk_l2_norm and kind.rotates else 0
 
 
+def _norms_over_ranks(config: ModelConfig, kind: LayerKind) -> int:
+    attention = config.attention
+    if not attention.qk_norm or attention.qk_norm_width != "all":
+        return 0
+    return 1 if kind.shares_kv else 2
+
+
 ATTENTION = MixerCost(
     attends=True,
     elements=_attention_elements,
     wide_elements=_wide_attention_elements,
+    normed_together=_norms_over_ranks,
     operations=_of_scores,
     input_width=_hidden,
 )
@@ -159,6 +173,7 @@ def _sparse_operations(config: ModelConfig, tokens: int) -> float:
 SPARSE = MixerCost(
     needs_norm=True,
     attends=True,
+    has_indexer=True,
     elements=_latent_elements,
     operations=_sparse_operations,
     input_width=_latent_input_width,
@@ -188,7 +203,15 @@ def _delta_net_operations(config: ModelConfig, _: int) -> float:
     return 3 * 7.0 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
+def _delta_net_channels(config: ModelConfig) -> int:
+    """Return the channels of q, k and v, two numbers of each head, and the channels of the result."""
+    linear = config.linear
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    return (2 * keys + values) + 2 * linear.value_heads + values
+
+
 DELTA_NET = MixerCost(
+    channels_of_states=_delta_net_channels,
     elements=_delta_net_elements,
     wide_elements=_wide_delta_net_elements,
     operations=_delta_net_operations,
@@ -211,8 +234,16 @@ def _wide_kimi_delta_elements(config: ModelConfig, _: LayerKind) -> float:
     return (2 * keys + values) + 4 * keys + 3 * keys + of_heads + 4 * values
 
 
+def _kimi_delta_channels(config: ModelConfig) -> int:
+    """Return the channels of q, k and v, the decay of each channel of a key, a number of each head, and the result's channels."""
+    linear = config.linear
+    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    return (2 * keys + values) + keys + linear.value_heads + values
+
+
 KIMI_DELTA = MixerCost(
     needs_norm=True,
+    channels_of_states=_kimi_delta_channels,
     elements=_kimi_delta_elements,
     wide_elements=_wide_kimi_delta_elements,
     operations=_delta_net_operations,
@@ -244,7 +275,15 @@ def _mamba_operations(config: ModelConfig, _: int) -> float:
     return 3 * 5.0 * mamba.heads * mamba.head_dim * mamba.state
 
 
+def _mamba_channels(config: ModelConfig) -> int:
+    """Return the channels of the convolution, the time steps of heads, and the channels of the result."""
+    mamba = config.mamba
+    inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
+    return (inner + states) + mamba.heads + inner
+
+
 MAMBA = MixerCost(
+    channels_of_states=_mamba_channels,
     elements=_mamba_elements,
     wide_elements=_wide_mamba_elements,
     operations=_mamba_operations,
@@ -258,6 +297,7 @@ def _convolution_operations(config: ModelConfig, _: int) -> float:
 
 
 CONVOLUTION = MixerCost(
+    channels_of_states=lambda config: 2 * config.hidden,
     elements=lambda config, _: 5 * config.hidden,
     operations=_convolution_operations,
     input_width=_hidden,
@@ -267,6 +307,7 @@ CONVOLUTION = MixerCost(
 SIDE_BY_SIDE = MixerCost(
     needs_norm=True,
     attends=True,
+    channels_of_states=_mamba_channels,
     elements=lambda config, kind: _attention_elements(config, kind) + _mamba_elements(config, kind),
     wide_elements=lambda config, kind: (
         _wide_attention_elements(config, kind) + _wide_mamba_elements(config, kind)

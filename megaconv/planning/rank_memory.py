@@ -13,6 +13,7 @@ from megaconv.planning.activations import on_their_way
 from megaconv.planning.gpus import GIB
 from megaconv.planning.in_flight import peaks
 from megaconv.planning.layer_costs import LOGIT_BYTES
+from megaconv.planning.mlps import routed_width
 from megaconv.planning.run import Run
 from megaconv.planning.step_time import Stage
 
@@ -128,7 +129,8 @@ def _buffers(run: Run) -> float:
     if run.layout.tp > 1:
         found += 2 * hidden
     if run.layout.ep > 1:
-        found += 2 * hidden * run.routed_rows / run.tokens * run.layout.etp
+        row = routed_width(run.config) * run.itemsize
+        found += 2 * row * run.routed_rows * run.layout.etp
     return found
 
 

@@ -13,6 +13,7 @@ from megaconv.model.subjects import LayerKind
 from megaconv.planning.cache import cache_bytes, reach
 from megaconv.planning.layer_costs import Machine, forward_seconds
 from megaconv.planning.mixers import in_layer, mixer_word
+from megaconv.planning.mlps import routed_width
 from megaconv.planning.rates import LINKS, exchange_seconds, link
 from megaconv.planning.serving import Serving
 
@@ -124,7 +125,8 @@ def _exchange_seconds(serving: Serving, kind: LayerKind, machine: Machine) -> fl
         found += sums * (sent / link(gpu, layout.tp, 1) + SMALL_EXCHANGE)
     if kind.mlp == "experts" and serving.sharing > 1:
         rows = serving.passing * serving.config.experts.per_token / layout.tp
-        there = exchange_seconds(gpu, rows * row, layout.ep, 1)
+        sent = rows * routed_width(serving.config) * serving.itemsize
+        there = exchange_seconds(gpu, sent, layout.ep, 1)
         found += 2 * (there + SMALL_EXCHANGE)
     return found
 

@@ -7,76 +7,19 @@ follow from the number of ranks (`Traffic.sent`). For a mixture of experts, all 
 as sent, whichever experts they go to.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from megaconv.model.layout import Chunk, Layout
+from megaconv.model.layout import Chunk
 from megaconv.model.predicting import predicting_kinds
 from megaconv.model.subjects import LayerKind
+from megaconv.planning.activations import recomputes_mtp
 from megaconv.planning.adapters import LayerAdapters
 from megaconv.planning.carried import input_elements, shared_elements
-from megaconv.planning.mixers import mixer_cost
+from megaconv.planning.collectives import FLOAT32, FLOAT64, INT64, Counted
+from megaconv.planning.context_traffic import of_other_tokens, of_positions
+from megaconv.planning.mixers import MixerCost, mixer_cost
+from megaconv.planning.mlps import routed_width
 from megaconv.planning.run import Run
-
-SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
-"""The number of times that a ring algorithm sends each byte, before the factor (n - 1) / n for the rank's own part."""
-FLOAT32, INT64, FLOAT64 = 4, 8, 8
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """The traffic of one rank in a step."""
-
-    group: str
-    """A group of megatron_lite/parallel/grid.py.
-
-    One of `tp`, `cp`, `cp_near`, `cp_far`, `replicas`, `ep`, `etp`, `edp`, `ends`, `stacks`, `world`. `pp` stands for messages
-    between stages.
-    """
-    kind: str
-    """`all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, or `send`."""
-    bytes: float
-    """Bytes of whole tensors; a mean over data-parallel ranks if their parts are unequal."""
-    ranks: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends."""
-        return (
-            self.bytes
-            if self.kind == "send"
-            else self.bytes * SENT[self.kind] * (self.ranks - 1) / self.ranks
-        )
-
-
-Counted = tuple[str, str, float]
-"""(group, kind, bytes)."""
-
-
-def summed(run: Run, counted: Iterable[Counted]) -> list[Traffic]:
-    """Return one entry for each group and kind. Groups of one rank exchange nothing."""
-    ranks = sizes(run)
-    sums: dict[tuple[str, str], float] = {}
-    for group, kind, count in counted:
-        if ranks[group] > 1:
-            sums[group, kind] = sums.get((group, kind), 0.0) + count
-    return [Traffic(group, kind, total, ranks[group]) for (group, kind), total in sums.items()]
-
-
-def sizes(run: Run) -> dict[str, int]:
-    """Return the number of ranks of each group."""
-    layout = run.layout
-    return {
-        "tp": layout.tp, "cp": run.cp, "cp_near": run.near, "cp_far": run.cp // run.near,
-        "replicas": run.replicas,
-        "pp": layout.pp, "ep": layout.ep, "etp": layout.etp, "edp": run.expert_dp,
-        "ends": _holders_of_tables(layout), "stacks": 2 if layout.split_rank else 1, "world": run.world,
-    }  # fmt: skip
-
-
-def _holders_of_tables(layout: Layout) -> int:
-    """Return the number of stages that hold the vocabulary's table: the first, T5's first of the decoder, and the last."""
-    return len({0, layout.split_rank, layout.pp - 1})
 
 
 def of_passes(run: Run, chunk: Chunk) -> Iterator[Counted]:
@@ -104,7 +47,7 @@ def _own_losses(run: Run) -> int:
     """Return the number of losses of the model's own head."""
     if run.config.has("scores"):
         return 5  # with the scores of chosen and rejected answers, their margin and the accuracy
-    return 2 if run.config.head.binary else 1
+    return 2 if run.config.head.binary else 1 + run.config.mtp_layers
 
 
 def _end(chunk: Chunk) -> int:
@@ -119,6 +62,7 @@ def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
         yield from _of_embedding(run, tokens, run.config.hidden)
         if run.config.has("layer_inputs"):
             yield from _of_embedding(run, tokens, input_elements(run.config, 0))
+    yield from of_positions(run, chunk)
     for part in run.stacks(chunk):
         again = _computed_again(run, part.layers)
         for layer in part.layers:
@@ -183,11 +127,27 @@ def of_head(run: Run) -> Iterator[Counted]:
             yield "tp", "all_gather", run.tokens * run.config.hidden * run.itemsize
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
     for _ in range(run.config.mtp_layers):
-        for kind in predicting_kinds(run.config):
-            yield from of_layer(run, kind, run.tokens, 1)
+        yield from _of_mtp_layer(run)
     if run.config.head.binary and run.sequence:
         # The pooler broadcasts the first token of each sequence, and sums its gradient.
         yield "tp", "all_reduce", 2 * run.micro_batch * run.config.hidden * run.itemsize
+
+
+def _of_mtp_layer(run: Run) -> Iterator[Counted]:
+    """Yield the traffic of a layer that predicts a further token: of the embedding, the joining matrix and the layers inside."""
+    forward = 2 if recomputes_mtp(run) else 1
+    hidden = run.config.hidden
+    yield from _of_embedding(run, run.tokens, hidden)
+    whole = run.tokens * hidden * run.itemsize
+    if run.sequence:
+        # The matrix reads two rows for each token, and its output is gathered.
+        yield "tp", "all_gather", 2 * whole * (forward + 1) + whole * (forward + 1)
+        yield "tp", "reduce_scatter", 2 * whole
+    else:
+        yield "tp", "all_gather", whole * forward
+        yield "tp", "all_reduce", 2 * whole
+    for kind in predicting_kinds(run.config):
+        yield from of_layer(run, kind, run.tokens, forward)
 
 
 def of_scores(run: Run) -> Iterator[Counted]:
@@ -229,13 +189,13 @@ def of_layer(run: Run, kind: LayerKind, tokens: int, forward: int) -> Iterator[C
     yield from _of_adapters(run, run.adapters_of(kind), tokens, forward)
     mixer = mixer_cost(config, kind)
     if mixer is not None:
-        if mixer.attends:
-            yield from _of_other_tokens(run, forward)
+        yield from of_other_tokens(run, kind, mixer, forward)
         widths = mixer.input_width(config), mixer.output_width(config)
         yield from _of_matrices(run, tokens, *widths, forward)
         shared = mixer.shared_width(config)
         if shared:
             yield from _of_shared(run, shared, forward)
+        yield from _of_mixers_ranks(run, kind, mixer, forward)
     if kind.mlp == "dense":
         yield from _of_matrices(run, tokens, config.hidden, config.hidden, forward)
     elif kind.mlp == "experts":
@@ -286,40 +246,6 @@ def _of_cross_attention(run: Run, forward: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", source
 
 
-def _of_other_tokens(run: Run, forward: int) -> Iterator[Counted]:
-    """Yield the traffic of attention between context ranks. Gradients of keys and values are float32.
-
-    Except with a2a, values are sent with the width of keys.
-    """
-    attention = run.config.attention
-    cp, tp = run.cp, run.layout.tp
-    method, near = run.context, run.near
-    has_levels = near > 1
-    kv_heads = attention.kv_heads // tp
-    keys = run.tokens * kv_heads * attention.head_dim
-    passes = forward + 1
-    if method in ("p2p", "a2a+p2p"):
-        # With `near` ranks, a rank has `near` times the tokens and 1/near of the heads.
-        far = cp // near
-        keys_sent = run.itemsize * (far - 1) * passes
-        gradients_sent = FLOAT32 * far
-        sent = 2 * keys * (keys_sent + gradients_sent)
-        yield "cp_far" if has_levels else "cp", "send", sent
-    if method == "all_gather":
-        whole = 2 * keys * cp
-        yield "cp", "all_gather", whole * run.itemsize * passes
-        yield "cp", "reduce_scatter", whole * FLOAT32
-    if method in ("a2a", "a2a+p2p"):
-        heads = attention.heads // tp
-        v_dim = run.config.latent.v_dim or attention.value_dim
-        queries = run.tokens * heads * attention.head_dim
-        values = run.tokens * kv_heads * v_dim
-        output = run.tokens * heads * v_dim
-        elements = queries + keys + values + output
-        exchanged = elements * run.itemsize * passes
-        yield "cp_near" if has_levels else "cp", "all_to_all", exchanged
-
-
 def _of_matrices(run: Run, tokens: int, into: int, out: int, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a column-sharded and the following row-sharded matrix.
 
@@ -347,6 +273,18 @@ def _of_shared(run: Run, width: int, forward: int) -> Iterator[Counted]:
         yield "tp", "all_reduce", each
 
 
+def _of_mixers_ranks(
+    run: Run, kind: LayerKind, mixer: MixerCost, forward: int
+) -> Iterator[Counted]:
+    """Yield the traffic of norms over the heads of all tensor ranks, and of an indexer's keys and choices."""
+    summed = run.tokens * mixer.normed_together(run.config, kind) * FLOAT32
+    yield "tp", "all_reduce", summed * (forward + 1)
+    chosen = min(run.config.indexer.topk or run.seq, run.seq)
+    if mixer.has_indexer and run.sequence:
+        of_token = run.config.indexer.head_dim * run.itemsize + chosen * INT64
+        yield "tp", "all_gather", run.tokens * of_token * forward
+
+
 def _of_experts(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of experts: rows to the experts and back, with their weights; backward, the gradients of all these."""
     experts = run.config.experts
@@ -360,7 +298,8 @@ def _of_experts(run: Run, forward: int) -> Iterator[Counted]:
 def _of_exchanged(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of the alltoall dispatcher. With padding, ranks know all numbers of rows and exchange none."""
     etp = run.layout.etp
-    each = run.routed_rows * run.itemsize * (2 * run.config.hidden + 1) * (forward + 1)
+    rows = run.routed_rows * run.itemsize
+    each = rows * (2 * routed_width(run.config) + 1) * (forward + 1)
     counts = 0 if run.padded_to is not None else run.config.experts.count * INT64 * forward
     yield "ep", "all_to_all", each + counts
     yield "etp", "all_to_all", each * etp
@@ -374,6 +313,7 @@ def _of_gathered(run: Run, forward: int) -> Iterator[Counted]:
     """
     layout, chosen, tokens = run.layout, run.config.experts.per_token, run.routed_tokens
     for axis, seen in (("etp", tokens * layout.etp), ("ep", tokens * layout.etp * layout.ep)):
-        rows, weights = seen * run.config.hidden * run.itemsize, seen * chosen * run.itemsize
+        rows = seen * routed_width(run.config) * run.itemsize
+        weights = seen * chosen * run.itemsize
         yield axis, "all_gather", (rows + weights + seen * chosen * INT64) * forward + rows
         yield axis, "reduce_scatter", rows * forward + rows + weights

@@ -4,15 +4,8 @@ from collections.abc import Iterator
 from math import prod
 
 from megaconv.model.layout import Chunk
-from megaconv.planning.traffic import (
-    FLOAT32,
-    Counted,
-    Traffic,
-    of_passes,
-    of_step,
-    sizes,
-    summed,
-)
+from megaconv.planning.collectives import FLOAT32, Counted, Traffic, sizes, summed
+from megaconv.planning.traffic import of_passes, of_step
 from megatron_lite.optimizer.filling import padded
 from megatron_lite.planning.sharding import bucket_times
 from megatron_lite.planning.stages import Described

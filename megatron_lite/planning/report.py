@@ -10,6 +10,7 @@ from megaconv.commands.units import readable
 from megaconv.errors import LayoutError, NotExpressible
 from megaconv.planning.activations import offloaded_bytes
 from megaconv.planning.bubble import bubble
+from megaconv.planning.collectives import Traffic
 from megaconv.planning.estimate import Estimator
 from megaconv.planning.forward_time import forward_time
 from megaconv.planning.gpus import DEFAULT_GPU, GB, GPUS, Gpu
@@ -17,7 +18,6 @@ from megaconv.planning.layer_costs import Machine
 from megaconv.planning.model_size import parameter_count
 from megaconv.planning.run import Run
 from megaconv.planning.step_time import StepTime, step_time
-from megaconv.planning.traffic import Traffic
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.planning.generation import generation_seconds, rows_at_once
 from megatron_lite.planning.gradients import stage_traffic
