@@ -15,8 +15,12 @@ from megaconv.megatron.rank_files.output_layout import DEFAULT_DIVISOR
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import Header
-from megaconv.planning.estimate import Estimate, Estimator
-from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
+from megaconv.planning.estimate import LORA_RANK, Estimate, Estimator
+from megaconv.planning.flags import (
+    megatron_lite_flags,
+    megatron_lm_flags,
+    why_not_megatron_lite,
+)
 from megaconv.planning.gpus import Gpu
 from megaconv.planning.layer_costs import Machine
 from megaconv.planning.model_size import parameter_count
@@ -67,14 +71,22 @@ class BestLayouts:
         return f"<BestLayouts: {self.fitting} layouts fit, {self.candidates} candidates>"
 
     def to_json(self) -> dict[str, Any]:
-        first = self.placed[0].estimate.run
         return {
             "layouts": [one.to_json() for one in self.placed],
             "candidates": self.candidates, "fitting": self.fitting, "gpu": self.gpu.name, "gpu_memory": self.wanted.memory,
             "parameters": self.parameters, "parameters_with_mtp": self.parameters_with_mtp,
-            "flags": {"megatron_lm": megatron_lm_flags(first), "megatron_lite": megatron_lite_flags(first)},
+            "flags": self.flags(),
             "notices": list(only_in_files(self.config)),
         }  # fmt: skip
+
+    def flags(self) -> dict[str, list[str]]:
+        """Return the flags of the first layout by program; none for a program that can't train in it."""
+        run, fp8 = self.placed[0].estimate.run, self.machine.fp8
+        lora_rank = LORA_RANK if self.machine.frozen else 0
+        return {
+            "megatron_lm": megatron_lm_flags(run, fp8=fp8),
+            "megatron_lite": megatron_lite_flags(run, fp8=fp8, lora_rank=lora_rank),
+        }
 
     @property
     def gpu(self) -> Gpu:
@@ -123,9 +135,14 @@ class BestLayouts:
         parts = first.estimate.memory.parts()
         sizes = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
         yield f"memory of its fullest rank: {sizes}"
-        run = first.estimate.run
-        yield f"Megatron-LM:   {join(megatron_lm_flags(run))}"
-        yield f"megatron-lite: {join(megatron_lite_flags(run))}"
+        flags = self.flags()
+        yield f"Megatron-LM:   {join(flags['megatron_lm'])}"
+        machine = self.machine
+        refused = why_not_megatron_lite(
+            first.estimate.run, fp8=machine.fp8, adapters=machine.frozen
+        )
+        own = join(flags["megatron_lite"])
+        yield f"megatron-lite: {own}" if refused is None else f"megatron-lite can't: {refused}"
 
 
 COLUMNS = (
@@ -212,6 +229,10 @@ def _smallest(config: ModelConfig, wanted: Wanted, machine: Machine) -> Estimate
     return found
 
 
+_FLAGS = {"micro_batch": "--micro-batch-size"}
+"""Sizes whose flags have other names."""
+
+
 def _reason(config: ModelConfig, wanted: Wanted) -> str:
     """Return why no run has these sizes, with the flags of plan."""
     sizes = {
@@ -220,11 +241,16 @@ def _reason(config: ModelConfig, wanted: Wanted) -> str:
         "global-batch-size": wanted.global_batch,
         **wanted.fixed,
     }
-    flags = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items()]
+    flags = [f"{_FLAGS.get(name, f'--{name}')} {size}" for name, size in sizes.items()]
     given = " ".join(flags)
     product = prod(wanted.fixed.get(name, 1) for name in ("tp", "pp", "cp"))
     if wanted.gpus % product:
         return f"{given}: --tp x --pp x --cp = {product} has to divide --gpus {wanted.gpus}; choose other sizes"
+    vpp = wanted.fixed.get("vpp", 1)
+    if vpp > 1 and wanted.fixed.get("pp", 2) * vpp > config.layer_count:
+        return f"{given}: {config.layer_count} layers are fewer than --pp x --vpp stages; choose a smaller size"
+    if vpp > 1 and (wanted.fixed.get("pp") == 1 or wanted.gpus == 1):
+        return f"--vpp {vpp} needs --pp 2 or more; leave it out"
     for flag, size, whole, what in _divisions(config, wanted.fixed):
         if whole % size:
             return f"{flag} {size} has to divide {what} = {whole}; choose another size"

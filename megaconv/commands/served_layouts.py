@@ -118,12 +118,13 @@ class ServedLayouts:
         flags = self.flags()
         own = flags["megatron_lite"]
         yield f"Megatron-LM:   {join(flags['megatron_lm'])}"
-        yield f"megatron-lite: {join(own) if own else NO_FP8}"
+        yield f"megatron-lite: {join(own) if own else CANNOT_SERVE}"
         yield f"vLLM:          {join(flags['vllm'])}"
 
 
-NO_FP8 = (
-    "can't serve this layout: it has no FP8 weights or caches, and replicas don't share experts"
+CANNOT_SERVE = (
+    "can't serve this layout: it has no FP8 weights or caches; replicas don't share experts, and tensor ranks don't share "
+    "key/value heads"
 )
 COLUMNS = (
     Column("#", 4),

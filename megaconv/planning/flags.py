@@ -2,16 +2,21 @@
 
 from collections.abc import Iterator
 
+from megaconv.errors import LayoutError
 from megaconv.model.layout import split_arguments
+from megaconv.model.sharding import rank_sizes
 from megaconv.planning.run import Run
 
-
-def shared_flags(run: Run) -> list[str]:
-    """Return the flags of the layout that both trainers know."""
-    return [*_sizes(run), *_stages(run), *_batch(run)]
+PRECISIONS = {"bfloat16": "--bf16", "float16": "--fp16"}
+"""Dtype of a run -> its flag. Without one, Megatron-LM trains in float32."""
 
 
-def megatron_lm_flags(run: Run) -> list[str]:
+def shared_flags(run: Run, *, fp8: bool) -> list[str]:
+    """Return the flags of the layout and the precision that both trainers know."""
+    return [*_sizes(run), *_stages(run), *_batch(run), *_precision(run, fp8=fp8)]
+
+
+def megatron_lm_flags(run: Run, *, fp8: bool = False) -> list[str]:
     """Return the flags for Megatron-LM's pretrain_gpt.py."""
     sharding = ["--use-distributed-optimizer"] if run.sharding != "no_shard" else []
     if run.sharding in ("optim_grads", "optim_grads_params"):
@@ -29,15 +34,37 @@ def megatron_lm_flags(run: Run) -> list[str]:
     if run.recompute.granularity == "selective":
         modules = ["layernorm", "moe_act"] if run.config.experts.count else ["layernorm"]
         again += ["--recompute-modules", *modules]
-    return [*shared_flags(run), *sharding, *_overlap(run), *again]
+    return [*shared_flags(run, fp8=fp8), *sharding, *_overlap(run), *again]
 
 
-def megatron_lite_flags(run: Run) -> list[str]:
-    """Return the flags for megatron-lite pretrain."""
+def megatron_lite_flags(run: Run, *, fp8: bool = False, lora_rank: int = 0) -> list[str]:
+    """Return the flags for megatron-lite pretrain; none if it can't shard the model so. lora_rank: of adapters; 0: none."""
+    if why_not_megatron_lite(run, fp8=fp8, adapters=lora_rank > 0) is not None:
+        return []
+    adapters = ["--lora-rank", str(lora_rank)] if lora_rank else []
     sharding = ["--use-distributed-optimizer"] if run.sharding != "no_shard" else []
     if run.sharding in ("optim_grads", "optim_grads_params"):
         sharding += ["--data-parallel-sharding-strategy", run.sharding]
-    return [*shared_flags(run), *sharding, *_overlap(run), *_recompute(run)]
+    shared = shared_flags(run, fp8=fp8)
+    return [*shared, *adapters, *sharding, *_overlap(run), *_recompute(run)]
+
+
+def why_not_megatron_lite(run: Run, *, fp8: bool, adapters: bool) -> str | None:
+    """Return the reason why megatron-lite can't train so, or None. Its tensor ranks never share a key/value head."""
+    if fp8 and adapters:
+        return "adapters keep the model's precision; leave --fp8 out"
+    try:
+        rank_sizes(run.config, run.layout)
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def _precision(run: Run, *, fp8: bool) -> Iterator[str]:
+    if run.dtype in PRECISIONS:
+        yield PRECISIONS[run.dtype]
+    if fp8:
+        yield from ("--fp8-format", "hybrid")
 
 
 def _overlap(run: Run) -> Iterator[str]:

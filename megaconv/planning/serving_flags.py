@@ -1,5 +1,7 @@
 """The flags that start a planned inference server: of Megatron-LM, of megatron-lite and of vLLM."""
 
+from megaconv.errors import LayoutError
+from megaconv.model.sharding import rank_sizes
 from megaconv.planning.serving import Serving
 
 
@@ -23,6 +25,11 @@ def megatron_lite_flags(serving: Serving) -> list[str]:
     """Return the flags for megatron-lite serve and generate; none if they can't serve the layout."""
     layout = serving.layout
     if serving.fp8 or serving.cached != serving.itemsize or serving.sharing > 1:
+        return []
+    try:
+        rank_sizes(serving.config, layout)
+    except LayoutError:
+        # Its tensor ranks never share a key/value head.
         return []
     sizes = {"--tp": layout.tp, "--pp": layout.pp, "--ep": layout.ep}
     return [*_flags(sizes), "--slots", str(serving.batch), "--max-length", str(serving.seq)]

@@ -8,7 +8,7 @@ import pytest
 
 import megaconv
 from megaconv.commands.units import readable_time
-from megaconv.errors import UsageError
+from megaconv.errors import LayoutError, UsageError
 from megaconv.model.memory import bytes_per_parameter
 from tests.conftest import FIXTURES
 from tests.encoder_configs import CLASSIFYING_BERT, MASKED_BERT, SCORING_LLAMA, T5
@@ -174,6 +174,41 @@ def test_printed_flags_start_the_planned_layout(llama: Path) -> None:
         assert described.optimizer.sharding == first["sharding"]
 
 
+def test_printed_flags_start_the_planned_precision_and_adapters(llama: Path) -> None:
+    from megatron_lite.planning.command import describe
+
+    for option, flag in (("--fp8", "--fp8-format"), ("--for=lora", "--lora-rank")):
+        found = json.loads(run("plan", llama, *SEARCH, option, "--json").out)
+        flags = found["flags"]["megatron_lite"]
+        assert flag in flags
+        options = describe(16, ["--load", str(llama), *flags]).options
+        assert options.dtype == "bfloat16"
+        assert (options.fp8 is None) == (option != "--fp8")
+        assert "--bf16" in found["flags"]["megatron_lm"]
+    both = (*SEARCH, "--fp8", "--for", "lora")
+    assert (
+        "megatron-lite can't: adapters keep the model's precision" in run("plan", llama, *both).out
+    )
+
+
+def test_a_layout_in_which_ranks_share_a_key_value_head_has_no_flags_of_megatron_lite(
+    tmp_path: Path,
+) -> None:
+    """Megatron core has such layouts, the trainer refuses them."""
+    from megatron_lite.planning.command import describe
+
+    few_heads = LLAMA_8B | {"num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(few_heads))
+    search = (*SEARCH, "--tp", 4, "--top", 1)
+    found = json.loads(run("plan", tmp_path, *search, "--json").out)
+    assert found["flags"]["megatron_lite"] == []
+    assert (
+        "megatron-lite can't: kv_heads = 2 can't be divided" in run("plan", tmp_path, *search).out
+    )
+    with pytest.raises(LayoutError, match="kv_heads = 2"):
+        describe(16, ["--load", str(tmp_path), "--tp", "4", "--seq-length", "4096"])
+
+
 def test_counts_are_shown_with_and_without_mtp_layers(tmp_path: Path) -> None:
     from tests.trainer.planning.test_command import DEEPSEEK_V3
 
@@ -193,6 +228,9 @@ def test_counts_are_shown_with_and_without_mtp_layers(tmp_path: Path) -> None:
     [
         (("--tp", 3), "--tp x --pp x --cp = 3 has to divide --gpus 16"),
         (("--tp", 64, "--gpus", 64), "--tp 64 has to divide heads = 32"),
+        (("--micro-batch-size", 5), "--global-batch-size 48 --micro-batch-size 5"),
+        (("--vpp", 3, "--pp", 1), "--vpp 3 needs --pp 2 or more"),
+        (("--vpp", 30, "--pp", 2), "32 layers are fewer than --pp x --vpp stages"),
         (("--gpu", "z80"), "--gpu z80 is unknown"),
         (("--gpu", "a100", "--fp8"), "--gpu a100 has no FP8"),
     ],

@@ -155,5 +155,7 @@ def test_each_replica_starts_with_the_flags_of_its_engine() -> None:
     experts = replace(dense, config=DEEPSEEK, layout=shared, fp8=True)
     assert megatron_lite_flags(experts) == []
     assert {"--enable-expert-parallel", "--data-parallel-size", "fp8"} <= set(vllm_flags(experts))
+    # Two tensor ranks would share each of four key/value heads.
+    assert megatron_lite_flags(replace(dense, layout=replace(layout, tp=8))) == []
     apart = replace(experts, layout=replace(shared, ep=1, etp=2))
     assert "--data-parallel-size" not in vllm_flags(apart)

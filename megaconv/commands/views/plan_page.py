@@ -18,7 +18,6 @@ from megaconv.commands.views.look import still_page
 from megaconv.commands.views.svg import legend
 from megaconv.planning.bubble import timeline
 from megaconv.planning.estimate import Estimator
-from megaconv.planning.flags import megatron_lite_flags, megatron_lm_flags
 from megaconv.planning.run import Run
 
 PROGRAMS = {"megatron_lm": "Megatron-LM", "megatron_lite": "megatron-lite", "vllm": "vLLM"}
@@ -50,9 +49,7 @@ def _body(found: "BestLayouts | ServedLayouts | Layouts") -> Iterator[str]:
         rows = [_of_run(one) for one in found.placed]
         yield from _table_and_bars(rows, found.wanted.memory, "a step")
         yield from _pipeline(found)
-        run = found.placed[0].estimate.run
-        flags = {"megatron_lm": megatron_lm_flags(run), "megatron_lite": megatron_lite_flags(run)}
-        yield from _flags(flags)
+        yield from _flags(found.flags())
     elif isinstance(found, ServedLayouts):
         yield from _facts(found.description())
         servers = [_of_server(one) for one in found.placed]
