@@ -71,6 +71,7 @@ def convert(
     method: str = "linear",
     density: float | None = None,
     seed: int = 0,
+    layers: str | Sequence[int] | None = None,
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,
@@ -94,6 +95,7 @@ def convert(
     adapters: LoRA adapters to merge into the weights, each as `DIR` or `DIR:WEIGHT`.
     average: models to average with the source, each as `MODEL` or `MODEL:SHARE`. The source has what they leave of 1.
     method, density, seed: how they are averaged; see `average`.
+    layers: the source's layers that the output has, such as `"0-15,24-31"`, or their numbers.
     check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
     dry_run: write nothing, and report what would be written.
     optimizer: whether to convert the optimizer state; None: convert it if both sides can hold it.

@@ -12,6 +12,7 @@ from megaconv.engine.adapted import adapted
 from megaconv.engine.averaging import averaged, notice_of_average
 from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
+from megaconv.engine.chosen_layers import ChosenLayers, notice_of_layers, with_layers
 from megaconv.engine.completeness import missing_parts, tokens_without_rows
 from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
@@ -61,14 +62,24 @@ def open_input(
     try:
         refuse_sizes(saver, found.place, load, options.save)
         load = replace(load, extra=read)
-        source = open_source(found, load)
-        return averaged(source, found, load, options) if options.averaged else source, written
+        return _computed(open_source(found, load), found, load, options), written
     except UnknownFamily as error:
         if saver.keeps_names or not found.loader.keeps_names:
             raise
         raise UnknownFamily(
             f"{error}. --saver hf or dcp copies it under its own names", code=error.code
         ) from error
+
+
+def _computed(source: Source, found: Input, load: LoadOptions, options: ConvertOptions) -> Source:
+    """The source, averaged with others, with its chosen layers. Each only if asked for."""
+    if options.averaged:
+        source = averaged(source, found, load, options)
+    if options.layers is None:
+        return source
+    if options.adapters:
+        raise UsageError("--layers and --adapter are two conversions: merge the adapter first")
+    return with_layers(source, options.layers, found.given)
 
 
 def prepare(
@@ -120,6 +131,8 @@ def _notices(
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
     if options.averaged:
         yield notice_of_average(found.given, options)
+    if options.layers is not None:
+        yield notice_of_layers(options.layers)
     unknown = header.config.own_names
     if unknown is not None:
         yield f"tensors keep their names and shapes: {unknown.why}"
@@ -177,7 +190,7 @@ def _checked(
     is_overridden = options.load.config is not None or options.load.true_vocab_size is not None
     return check_source(
         found.place,
-        opened,
+        opened.whole if isinstance(opened, ChosenLayers) else opened,
         streamed.manifest,
         other_shapes=is_overridden,
         other_dtypes=options.dtype is not None,
@@ -305,7 +318,8 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
         )
     if options.optimizer and options.computes_weights:
         raise UsageError(
-            "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter and --average"
+            "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter, --average "
+            "and --layers"
         )
     is_wanted = (
         can_hold

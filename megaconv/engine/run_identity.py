@@ -40,6 +40,7 @@ def run_identity(
         "--allow-lossy": ", ".join(lossy) or "none",
         "--adapter": ", ".join(adapters) or "none",
         "--average": ", ".join(averaged) or "none",
+        "--layers": "all" if options.layers is None else ",".join(map(str, options.layers)),
         "--method": f"{method.method}, density {method.density}, seed {method.seed}",
         "--option": ", ".join(extra) or "none",
         "the source's revision": _digest(revision),
@@ -57,6 +58,7 @@ def source_digest(options: ConvertOptions, opened: OpenedFiles, revision: list[s
         options.adapters,
         options.averaged,
         astuple(options.average),
+        options.layers,
         options.all_extra(),
         revision,
     ]

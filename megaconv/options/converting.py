@@ -12,7 +12,7 @@ from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
 from megaconv.options.shared import OWN_OPTIONS
-from megaconv.options.values import AdapterChoice, adapter_choices, byte_size
+from megaconv.options.values import AdapterChoice, adapter_choices, byte_size, layer_numbers
 from megaconv.options.writing import SaveOptions
 
 
@@ -67,6 +67,17 @@ class ConvertOptions:
     )
     """Models to average with the input. Those that have shares leave the rest of 1 to the input."""
     average: AverageMethod = inner(AverageMethod)
+    layers: tuple[int, ...] | None = option(
+        None,
+        "--layers",
+        heading=VALUES,
+        commands=("convert",),
+        words=str | None,
+        read=layer_numbers,
+        metavar="N-N,N,...",
+        help="The layers of the output, by their numbers in the input, such as 0-15,24-31: leaves out, repeats or reorders layers.",
+    )
+    """Numbers of the input's layers that the output has, in its order; None: all."""
     extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
     """The loader's and the saver's own options (`--option`). Each gets the options that it knows."""
     verify: bool = option(
@@ -152,7 +163,7 @@ class ConvertOptions:
     @property
     def computes_weights(self) -> bool:
         """True if the output has other weights than the input, which no optimizer state goes with."""
-        return bool(self.adapters or self.averaged)
+        return bool(self.adapters or self.averaged or self.layers)
 
     def all_extra(self) -> dict[str, str]:
         """All options of `--option`, in whichever field they were given."""

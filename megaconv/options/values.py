@@ -119,12 +119,39 @@ def numbers(text: str | Iterable[int]) -> tuple[int, ...]:
     return tuple(int(word) for word in text.replace(" ", "").split(","))
 
 
+def layer_numbers(text: str | Iterable[int]) -> tuple[int, ...]:
+    """Numbers of layers: 0-2,5 -> (0, 1, 2, 5); an iterable of integers as a tuple.
+
+    Raises UsageError for other text, for no layer and for negative numbers, TypeError for a value that isn't an integer.
+    """
+    if isinstance(text, str):
+        found = tuple(number for word in text.split(",") for number in _span(word.strip(), text))
+    else:
+        found = tuple(map(_whole, text))
+    if not found or min(found) < 0:
+        raise UsageError(f"{text!r:.80}: {_LAYERS_FORM}")
+    return found
+
+
+_LAYERS_FORM = "write numbers of layers from 0, such as 0-15,24-31"
+_MOST_LAYERS = 10_000
+
+
+def _span(word: str, text: str) -> range:
+    """The layers of one word, such as 5 or 0-15."""
+    match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", word)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if not first <= last < first + _MOST_LAYERS:
+        raise UsageError(f"{text!r:.80}: {_LAYERS_FORM}")
+    return range(first, last + 1)
+
+
 def _whole(value: Any) -> int:
     try:
         return index(value)
     except TypeError:
         raise TypeError(
-            f"layer_split holds {value!r:.80}: expected int, found {type(value).__name__}"
+            f"a list of layers holds {value!r:.80}: expected int, found {type(value).__name__}"
         ) from None
 
 

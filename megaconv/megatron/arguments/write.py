@@ -113,7 +113,11 @@ def _with_run_arguments(
     encoder_stages = run.get("encoder_pipeline_model_parallel_size") or run.get(
         "pipeline_model_parallel_split_rank"
     )
-    same_layout = not encoder_stages and read_layout(Namespace(**run), config) == layout
+    # read_layout takes one stage for numbers of stages that can't hold the model's layers.
+    same_stages = run.get("pipeline_model_parallel_size") in (None, layout.pp)
+    same_layout = (
+        not encoder_stages and same_stages and read_layout(Namespace(**run), config) == layout
+    )
     same_modules = run.get("transformer_impl") == written["transformer_impl"]
     kept = of_run(run, same_layout=same_layout, same_modules=same_modules)
     if not config.experts.count and kept.get("moe_ffn_hidden_size") is not None:

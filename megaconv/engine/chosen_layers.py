@@ -1,0 +1,164 @@
+"""--layers: a model of some of a model's layers, in any order, also several times."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from formats.tensor import LazyTensor
+from formats.wording import counted
+from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput, UsageError
+from megaconv.families import family
+from megaconv.model.check import listing
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Header, Key, Source
+from megaconv.model.table import canonical_shapes
+
+_LAYERS = "layers."
+"""The beginning of the names of a layer's tensors."""
+
+
+@dataclass(frozen=True)
+class ChosenLayers:
+    """The weights of a model's chosen layers, under their new numbers, and all other weights."""
+
+    whole: Source
+    header: Header
+    origins: Mapping[Key, Key]
+    """Tensors -> those of the whole model."""
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        """Yield the tensors in the order of the manifest."""
+        found = dict(self.whole.tensors())
+        for key, origin in self.origins.items():
+            yield key, found[origin]
+
+
+def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLayers:
+    """The model of the chosen layers, counted from 0.
+
+    place: the source, for messages. Raises UsageError for a layer that there isn't, UnsupportedInput for adapters and
+    for models whose layers megaconv doesn't know, NotExpressible for models that don't remain one without a layer.
+    """
+    header = source.header
+    _require_layers(header, chosen, place)
+    config = _config(header.config, chosen)
+    origins = _origins(header, config, chosen)
+    manifest = {key: header.manifest[origin] for key, origin in origins.items()}
+    shifts = {
+        key: header.shifts[origin] for key, origin in origins.items() if origin in header.shifts
+    }
+    made = replace(
+        header,
+        config=config,
+        manifest=manifest,
+        shifts=shifts,
+        read_otherwise=frozenset(manifest),
+        has_optimizer=False,
+    )
+    return ChosenLayers(source, made, origins)
+
+
+def notice_of_layers(chosen: Sequence[int]) -> str:
+    """A line for people: the layers of the output."""
+    spans: list[list[int]] = []
+    for layer in chosen:
+        if spans and layer == spans[-1][-1] + 1:
+            spans[-1][1:] = [layer]
+        else:
+            spans.append([layer])
+    listed = ", ".join(" to ".join(map(str, span)) for span in spans)
+    return f"{counted(len(chosen), 'layer')} of the input: {listed}"
+
+
+def _require_layers(header: Header, chosen: Sequence[int], place: str) -> None:
+    config = header.config
+    if header.adapter is not None or config.own_names is not None:
+        what = "an adapter" if header.adapter is not None else "a model of no known family"
+        raise UnsupportedInput(
+            f"--layers: {place} is {what}; only layers of a known model can be chosen"
+        )
+    if config.whole is not None:
+        raise UnsupportedInput(f"--layers: {place} is a multimodal model; add --text-only")
+    if config.blocks.count:
+        raise UnsupportedInput(
+            f"--layers: {place} is a {config.family}, whose layers share blocks by their numbers; none of them can be left out"
+        )
+    if max(chosen) >= config.layer_count:
+        raise UsageError(
+            f"--layers: {place} has no layer {max(chosen)}; its layers are 0 to {config.layer_count - 1}"
+        )
+
+
+def _config(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:
+    """The configuration of the model. Raises NotExpressible if no such model is possible."""
+    try:
+        made = replace(config, layers=tuple(config.layers[layer] for layer in chosen))
+    except CorruptCheckpoint as error:
+        raise NotExpressible(f"--layers: no {config.family} has these layers: {error}") from error
+    return replace(made, hf=_own_config(config, made))
+
+
+def _own_config(whole: ModelConfig, made: ModelConfig) -> Mapping[str, Any] | None:
+    """The model's own config.json for the new layers; None if it isn't known, or can't describe them.
+
+    A key that no family writes stays, unless it says something of each of the old layers.
+    """
+    if whole.hf is None:
+        return None
+    table = family(made.family)
+    try:
+        written = table.write_hf(made)
+        changed: dict[str, Any] = json.loads(table.config_json(made))
+    except NotExpressible:
+        return None
+    count = whole.layer_count
+    return {
+        key: value
+        for key, value in changed.items()
+        if key in written or not _lists_layers(value, count)
+    }
+
+
+def _lists_layers(value: Any, count: int) -> bool:
+    """True for a list with an entry for each layer, and for an object of entries by the numbers of layers."""
+    if isinstance(value, Mapping):
+        return bool(value) and all(key.isdecimal() for key in value)
+    return isinstance(value, list) and len(value) == count
+
+
+def _origins(header: Header, config: ModelConfig, chosen: Sequence[int]) -> dict[Key, Key]:
+    """Tensors of the model of the chosen layers -> those of the whole model. Raises NotExpressible."""
+    shapes = canonical_shapes(family(config.family).rows, config)
+    origins = {Key(name): Key(_origin(name, chosen)) for name in shapes}
+    unlike = [
+        key.name
+        for key, origin in origins.items()
+        if origin not in header.manifest or header.manifest[origin].shape != shapes[key.name]
+    ]
+    used = set(origins.values())
+    left = [key.name for key in header.manifest if _stays(key, chosen) and key not in used]
+    if unlike or left:
+        raise NotExpressible(
+            f"--layers: {listing(unlike or left)} of a {config.family} depends on the numbers of layers; choose other layers"
+        )
+    return origins
+
+
+def _layer(name: str) -> int | None:
+    """The layer of a tensor; None for a tensor outside of the layers."""
+    return int(name.split(".")[1]) if name.startswith(_LAYERS) else None
+
+
+def _origin(name: str, chosen: Sequence[int]) -> str:
+    """The name of a tensor in the whole model."""
+    layer = _layer(name)
+    if layer is None:
+        return name
+    rest = name.removeprefix(_LAYERS).partition(".")[2]
+    return f"{_LAYERS}{chosen[layer]}.{rest}"
+
+
+def _stays(key: Key, chosen: Sequence[int]) -> bool:
+    layer = _layer(key.name)
+    return key.slot == WEIGHT and (layer is None or layer in chosen)

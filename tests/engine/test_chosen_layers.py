@@ -1,0 +1,182 @@
+"""`convert --layers`: layers left out, repeated and reordered, in all formats; and what is refused."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megaconv
+from megaconv.errors import CheckpointError, NotExpressible, UnsupportedInput
+from megaconv.options.values import layer_numbers
+from tests import transformers_oracle as oracle
+from tests.conftest import FIXTURES
+from tests.engine.test_interrupted import KILL
+from tests.forks import start
+from tests.models import write_llama
+from tests.runs import assert_refused, finish, run
+
+ALL = {**oracle.VARIANTS, **oracle.MIXTURES, **oracle.BEYOND_MEGATRON, **oracle.CONVERTED}
+QUICK = (
+    "llama",
+    "gpt2",
+    "qwen2, window on the last layer",
+    "gemma4_text, keys as values",
+    "glm4_moe",
+    "kimi_linear",
+)
+EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ALL]  # fmt: skip
+REFUSED = (
+    "bamba",
+    "gemma3n",
+    "gemma4_text, layer inputs",
+    "jamba",
+    "longcat",
+    "nemotron_nas",
+    "zamba",
+)
+"""Beginnings of the names of variants whose layers depend on their numbers or on their neighbours."""  # fmt: skip
+
+
+def hashes(model: Path) -> dict[str, str]:
+    return {str(key): value for key, value in megaconv.fingerprint(model).tensors.items()}
+
+
+def assert_layers(output: Path, source: Path, chosen: list[int]) -> None:
+    """The output has the source's tensors of these layers under their new numbers, and all others."""
+    whole = hashes(source)
+    expected = {name: value for name, value in whole.items() if not name.startswith("layers.")}
+    for new, old in enumerate(chosen):
+        here = f"layers.{old}."
+        layer = {name.removeprefix(here): whole[name] for name in whole if name.startswith(here)}
+        expected |= {f"layers.{new}.{name}": value for name, value in layer.items()}
+    assert hashes(output) == expected
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama") / "hf", layers=6)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", EACH)
+def test_transformers_loads_the_chosen_layers_of_each_family(name: str, tmp_path: Path) -> None:
+    oracle.create(ALL[name], tmp_path / "hf")
+    chosen = [0, 1, 2, 3, 3]
+    try:
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", layers=chosen, workers=1)
+    except (NotExpressible, UnsupportedInput):
+        assert name.startswith(REFUSED)
+        return
+    assert_layers(tmp_path / "out", tmp_path / "hf", chosen)
+    tokens = torch.randint(7, 120, (1, 12))
+    assert oracle.compute(oracle.load(tmp_path / "out"), tokens).isfinite().all()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe"])
+def test_the_logits_are_those_of_transformers_without_these_layers(
+    name: str, tmp_path: Path
+) -> None:
+    oracle.create(ALL[name], tmp_path / "hf")
+    chosen = [0, 3, 2]
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", layers="0,3,2")
+    whole: Any = oracle.load(tmp_path / "hf")
+    whole.model.layers = torch.nn.ModuleList(whole.model.layers[layer] for layer in chosen)
+    config = whole.model.config
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in chosen]
+    config.num_hidden_layers, config.use_cache = len(chosen), False
+    tokens = torch.randint(7, 120, (2, 16))
+    found = oracle.compute(oracle.load(tmp_path / "out"), tokens)
+    torch.testing.assert_close(found, oracle.compute(whole, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_are_chosen_between_all_formats(llama: Path, tmp_path: Path) -> None:
+    words = ["--saver", "core", "--tp", "2", "--pp", "3", "--ckpt-format", "torch_dist"]
+    assert run("convert", llama, tmp_path / "core", *words).status == 0
+    again = ["--saver", "core", "--pp", "1", "--layers", "0-1,4, 2 - 3", "--verify"]
+    outcome = run("convert", tmp_path / "core", tmp_path / "cut", *again)
+    assert outcome.status == 0, outcome.err
+    assert "5 layers of the input: 0 to 1, 4, 2 to 3" in outcome.err
+    assert_layers(tmp_path / "cut", llama, [0, 1, 4, 2, 3])
+    assert run("verify", tmp_path / "cut").status == 0
+    record = json.loads((tmp_path / "cut" / "megaconv.json").read_text())
+    assert record["provenance"]["options"]["--layers"] == [0, 1, 4, 2, 3]
+
+
+def test_layers_of_an_average_are_chosen_after_it(llama: Path, tmp_path: Path) -> None:
+    other = write_llama(tmp_path / "other", layers=6, seed=3)
+    assert run("average", llama, other, "--save-dir", tmp_path / "average").status == 0
+    words = ["convert", llama, tmp_path / "out", "--average", other, "--saver", "hf"]
+    assert run(*words, "--layers", "5,0").status == 0
+    assert_layers(tmp_path / "out", tmp_path / "average", [5, 0])
+
+
+def test_a_list_of_each_layer_that_no_family_writes_is_left_out(tmp_path: Path) -> None:
+    settings = {"note": [1, 2, 3, 4], "by_number": {"3": "x"}, "other": [1, 2], "plain": {"a": 1}}
+    source = write_llama(tmp_path / "hf", layers=4, extra_config=settings)
+    megaconv.convert(source, tmp_path / "out", saver="hf", layers=[0, 1])
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["num_hidden_layers"] == 2
+    assert {key for key in settings if key in config} == {"other", "plain"}
+
+
+def test_a_killed_run_is_not_continued_with_other_layers(llama: Path, tmp_path: Path) -> None:
+    words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--resume", "--workers", 1]
+    kill = KILL.format(owner="os", name="pwrite", number=30, journaled="pass")
+    killed = finish(start(*words, "--layers", "0-3", before=kill))
+    assert killed.status == -signal.SIGKILL, killed
+    assert run(*words, "--layers", "2-5").status == 0
+    assert_layers(tmp_path / "out", llama, [2, 3, 4, 5])
+
+
+def test_optimizer_state_of_other_layers_is_left_out_and_refused(tmp_path: Path) -> None:
+    trained = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
+    words = ["convert", trained, tmp_path / "out", "--saver", "core", "--pp", "1", "--layers", "0"]
+    assert_refused(run(*words, "--optimizer"), 2, "--optimizer", "--layers")
+    assert run(*words).status == 0
+    assert not megaconv.inspect(tmp_path / "out").header.has_optimizer
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("0-6", "has no layer 6; its layers are 0 to 5"),
+        ("3-1", "write numbers of layers from 0, such as 0-15,24-31"),
+        ("", "write numbers of layers from 0"),
+        ("-1", "write numbers of layers from 0"),
+        ("0-999999999", "write numbers of layers from 0"),
+        ("a", "write numbers of layers from 0"),
+    ],
+)
+def test_layers_that_there_are_not_are_one_line(
+    layers: str, message: str, llama: Path, tmp_path: Path
+) -> None:
+    outcome = run("convert", llama, tmp_path / "out", "--saver", "hf", f"--layers={layers}")
+    assert_refused(outcome, 2, "--layers", message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_and_models_without_a_family_are_refused(llama: Path, tmp_path: Path) -> None:
+    case = FIXTURES / "peft-llama-all-linear"
+    words = ["--saver", "hf", "--layers", "0"]
+    both = ["--adapter", case / "adapter"]
+    assert_refused(
+        run("convert", case / "base", tmp_path / "o", *words, *both), 2, "merge the adapter first"
+    )
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "unheard_of", "architectures": ["X"]}')
+    (unknown / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="a model of no known family"):
+        megaconv.convert(unknown, tmp_path / "o", saver="hf", layers=[0])
+
+
+def test_numbers_of_layers_are_read() -> None:
+    assert layer_numbers("0-2, 5,1") == (0, 1, 2, 5, 1)
+    assert layer_numbers(range(3)) == (0, 1, 2)
+    with pytest.raises(TypeError, match="expected int, found float"):
+        layer_numbers([0.5])  # type: ignore[list-item]
