@@ -111,7 +111,7 @@ def numbers(text: str | Iterable[int]) -> tuple[int, ...]:
     Raises UsageError for other text, TypeError for a value that isn't an integer.
     """
     if not isinstance(text, str):
-        return tuple(map(_whole, text))
+        return tuple(_whole(each, "layer_split") for each in text)
     if not re.fullmatch(r"\d{1,9}(,\d{1,9})*", text.replace(" ", "")):
         raise UsageError(
             f"{text!r:.80}: write the layers of each stage separated by commas, such as 3,5,5,3"
@@ -127,7 +127,7 @@ def layer_numbers(text: str | Iterable[int]) -> tuple[int, ...]:
     if isinstance(text, str):
         found = tuple(number for word in text.split(",") for number in _span(word.strip(), text))
     else:
-        found = tuple(map(_whole, text))
+        found = tuple(_whole(each, "layers") for each in text)
     if not found or min(found) < 0:
         raise UsageError(f"{text!r:.80}: {_LAYERS_FORM}")
     return found
@@ -146,12 +146,12 @@ def _span(word: str, text: str) -> range:
     return range(first, last + 1)
 
 
-def _whole(value: Any) -> int:
+def _whole(value: Any, parameter: str) -> int:
     try:
         return index(value)
     except TypeError:
         raise TypeError(
-            f"a list of layers holds {value!r:.80}: expected int, found {type(value).__name__}"
+            f"{parameter} holds {value!r:.80}: expected int, found {type(value).__name__}"
         ) from None
 
 

@@ -442,9 +442,21 @@ def special(page: str) -> Mapping[str, Make]:
             **{f"run/iter_{number:07}": saved(number) for number in (800, 900, 1000)},
             **{
                 name: partial(write_llama, seed=seed)
-                for seed, name in enumerate(("Llama-2-7b", "tuned", "other-run"))
+                for seed, name in enumerate(
+                    (
+                        "Llama-2-7b",
+                        "tuned",
+                        "other-run",
+                        "base",
+                        "math",
+                        "code",
+                        "chat-a",
+                        "chat-b",
+                    )
+                )
             },
         },
+        "docs/convert.md": {"Mistral-7B": partial(write_llama, layers=32)},
         "docs/planning.md": {
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),
             "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),
