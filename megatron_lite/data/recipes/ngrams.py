@@ -13,9 +13,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
-_WORD = re.compile(r"\w+")
+_WORD, _NO_WORD = re.compile(r"\w+"), re.compile(r"\W")
+_PIECE_CHARACTERS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -69,29 +71,23 @@ class Finder:
         fewer than `longest` words behind them come last, by size. Megatron never looks there in a text of at most
         `longest` words.
         """
-        lowered = _lowered(text)
-        words = _WORD.findall(lowered)
-        place = self._place(words)
-        if place is None:
-            return None
-        number, ngram = place
-        starts = [match.start() for match in _WORD.finditer(lowered)]
-        return Hit(starts[number], ngram)
-
-    def _place(self, words: list[str]) -> tuple[int, str] | None:
-        """Return (number of the n-gram's first word, n-gram)."""
-        for number, ngram in self._candidates(words):
+        lowered, words = _lowered(text), list[str]()
+        for number, ngram in self._candidates(lowered, words):
             if ngram in self._ngrams:
-                return number, ngram
+                return Hit(_start_of(lowered, number), ngram)
         return None
 
-    def _candidates(self, words: list[str]) -> Iterator[tuple[int, str]]:
+    def _candidates(self, lowered: str, words: list[str]) -> Iterator[tuple[int, str]]:
+        """Yield (number of the first word, n-gram). words: receives the words of the text, as far as it is read."""
         sizes = (self._longest, *self._shorter)
-        end = len(words) - self._longest + 1
-        for number in range(end):
-            if words[number] in self._first_words:
-                for size in sizes:
-                    yield number, " ".join(words[number : number + size])
+        end = 0
+        for piece in _pieces(lowered):
+            words += _WORD.findall(piece)
+            first, end = end, max(0, len(words) - self._longest + 1)
+            for number in range(first, end):
+                if words[number] in self._first_words:
+                    for size in sizes:
+                        yield number, " ".join(words[number : number + size])
         if end > 1:
             yield from self._last_candidates(words, end - 1)
 
@@ -112,6 +108,24 @@ def count(finder: Finder, text: str, counts: Counter[str]) -> bool:
         text = text[hit.end + 1 :]
         hit = finder.first(text)
     return first is not None
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces that divide no word.
+
+    The search for the next n-gram begins again behind each hit. So it must not read a long text to its end.
+    """
+    start = 0
+    while start < len(text):
+        between = _NO_WORD.search(text, start + _PIECE_CHARACTERS)
+        end = between.start() if between else len(text)
+        yield text[start:end]
+        start = end
+
+
+def _start_of(text: str, number: int) -> int:
+    """Return the position of a word's first character. number: of the word, from 0."""
+    return next(islice(_WORD.finditer(text), number, None)).start()
 
 
 def _lowered(text: str) -> str:

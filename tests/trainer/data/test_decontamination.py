@@ -3,11 +3,13 @@
 import gzip
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lite.data.recipes import ngrams
 from megatron_lite.data.recipes.command import main
 from megatron_lite.data.recipes.decontaminate import Cutting, pieces_of, tasks_of
 from megatron_lite.data.recipes.ngrams import Finder, NgramSizes, ngrams_of
@@ -209,3 +211,41 @@ def test_a_task_without_long_texts_is_refused(
     words = ["decontaminate", "--input", str(corpus), "--output", str(tmp_path / "out")]
     assert main([*words, "--against", str(task)]) == 2
     assert "no text has 8 words or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("characters", [1, 2, 7, 40])
+def test_a_text_that_is_read_in_pieces_has_the_same_first_ngram(
+    characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(characters)
+    words = ["a", "b", "Σ", "İ", "x_1"]
+    sizes = NgramSizes(2, 3)
+    for _ in range(300):
+        task, text = (
+            "".join(draw.choice(words) + draw.choice((" ", ", ", "'")) for _ in range(count))
+            for count in (draw.randrange(8), draw.randrange(30))
+        )
+        finder = Finder(ngrams_of([task], sizes), sizes.longest)
+        with monkeypatch.context() as changes:
+            changes.setattr(ngrams, "_PIECE_CHARACTERS", len(text))
+            expected = finder.first(text)
+            changes.setattr(ngrams, "_PIECE_CHARACTERS", characters)
+            assert finder.first(text) == expected
+
+
+def test_the_search_ends_at_the_first_ngram_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins again behind each hit. Otherwise a text with many of them would take hours."""
+    task = "one two three four five six seven eight nine ten eleven twelve thirteen"
+    finder = Finder(ngrams_of([task], NgramSizes()), 13)
+    long_text = f"{task} " + "word " * 100_000
+    pieces = ngrams._pieces
+    read: list[int] = []
+
+    def counted(text: str) -> Iterator[str]:
+        for piece in pieces(text):
+            read.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(ngrams, "_pieces", counted)
+    assert finder.first(long_text) == (0, task)
+    assert sum(read) < len(long_text) // 10
