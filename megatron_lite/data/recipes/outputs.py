@@ -30,12 +30,11 @@ def output_names(files: Sequence[str]) -> list[str]:
     paths = [Path(file).absolute() for file in files]
     root = Path(os.path.commonpath([path.parent for path in paths]))
     names = [_as_json_lines(path.relative_to(root)) for path in paths]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            other = files[names.index(name)]
-            raise UsageError(
-                f"--input: {other} and {files[number]} would both be written to {name}"
-            )
+    seen: dict[str, str] = {}
+    for file, name in zip(files, names, strict=True):
+        if name in seen:
+            raise UsageError(f"--input: {seen[name]} and {file} would both be written to {name}")
+        seen[name] = file
     return names
 
 
