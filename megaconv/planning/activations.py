@@ -43,7 +43,9 @@ def activations(run: Run, pp_rank: int) -> int:
     chunks = run.chunks(pp_rank)
     each = [_kept_by(run, chunk) for chunk in chunks]
     most = now = 0
-    for action in order(layout.pp, layout.vpp, run.microbatches, pp_rank):
+    # Later microbatches repeat the order of the first ones.
+    microbatches = min(run.microbatches, 4 * layout.pp)
+    for action in order(layout.pp, layout.vpp, microbatches, pp_rank):
         now += -each[action.chunk] if action.backward else each[action.chunk]
         most = max(most, now)
     inside = max((recomputed_bytes(run, chunk) for chunk in chunks), default=0)

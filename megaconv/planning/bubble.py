@@ -7,6 +7,8 @@ from megaconv.planning.pipeline_order import Action, order
 
 FORWARD, BACKWARD = 1.0, 2.0
 """Time per layer. Messages take no time in this model."""
+SIMULATED = 32
+"""Rounds of pp microbatches that are simulated."""
 
 
 def bubble(pp: int, vpp: int, microbatches: int, layers: Sequence[int]) -> float:
@@ -14,10 +16,20 @@ def bubble(pp: int, vpp: int, microbatches: int, layers: Sequence[int]) -> float
 
     For equal stages the result is (pp - 1) / (vpp x microbatches + pp - 1).
     """
-    passes = timeline(pp, vpp, microbatches, lambda stage: float(layers[stage]))
-    ends = max(each.end for each in passes)
+    # After some rounds of pp microbatches, each further round takes the same time.
+    rounds = max(0, microbatches // pp - SIMULATED)
+    simulated = microbatches - rounds * pp
+    ends = _end(pp, vpp, simulated, layers)
+    if rounds:
+        ends += rounds * (ends - _end(pp, vpp, simulated - pp, layers))
     busy = max(sum(layers[rank::pp]) for rank in range(pp)) * microbatches * (FORWARD + BACKWARD)
     return 1.0 - busy / ends if ends else 0.0
+
+
+def _end(pp: int, vpp: int, microbatches: int, layers: Sequence[int]) -> float:
+    """Return the time at which all passes have ended."""
+    passes = timeline(pp, vpp, microbatches, lambda stage: float(layers[stage]))
+    return max(each.end for each in passes)
 
 
 class Timed(NamedTuple):

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from megaconv.planning.activations import activations, recomputed_bytes
-from megaconv.planning.bubble import bubble
+from megaconv.planning.bubble import bubble, timeline
 from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.settings.options import LoRA, Recompute
@@ -252,3 +252,19 @@ def test_a_long_stage_makes_the_others_wait() -> None:
     assert bubble(2, 1, 4, [1, 3]) < bubble(2, 1, 4, [2, 2]), (
         "of the busiest rank's time less is lost"
     )
+
+
+def test_a_step_of_very_many_microbatches_is_planned_at_once() -> None:
+    """All rounds after the first ones are alike, so they aren't gone through one by one."""
+    for pp, vpp, layers in ((1, 1, [4]), (4, 1, [3, 2, 2, 1]), (4, 2, [1, 2, 1, 1, 1, 1, 1, 0])):
+        few, many = (bubble(pp, vpp, pp * rounds, layers) for rounds in (400, 10**9))
+        passes = timeline(pp, vpp, pp * 400, lambda stage, layers=layers: float(layers[stage]))
+        busy = max(sum(layers[rank::pp]) for rank in range(pp)) * pp * 400 * 3
+        assert few == pytest.approx(1 - busy / max(each.end for each in passes))
+        assert 0 <= many <= few
+    run, more = (
+        Planned("gpt2, untied", pp=4, microbatches=count).described().run for count in (40, 10**9)
+    )
+    assert [activations(run, rank) for rank in range(4)] == [
+        activations(more, rank) for rank in range(4)
+    ]
