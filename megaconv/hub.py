@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from formats import rank_files
 from formats.regular_files import read_small
 from megaconv import hub_headers
 from megaconv.errors import CheckpointError, UnknownFormat, UsageError
@@ -283,8 +284,9 @@ def _fetch(place: str, name: str, revision: str | None, *, cache: bool) -> Path:
 
 
 def _require_model(place: str, name: str, files: Sequence[str], skip: Sequence[str]) -> None:
-    """Raise UnknownFormat if a repository has no file of a Hugging Face model."""
-    if any(_fits(file, _PATTERNS) and not _fits(file, skip) for file in files):
+    """Raise UnknownFormat if a repository has no file of a Hugging Face model, or holds the files of a Megatron run."""
+    is_megatron = rank_files.TRACKER in files and "config.json" not in files
+    if not is_megatron and any(_fits(file, _PATTERNS) and not _fits(file, skip) for file in files):
         return
     shown = ", ".join(files[:_LISTED]) + (", ..." if len(files) > _LISTED else "")
     has = f"it has {shown}" if files else "it is empty"

@@ -71,7 +71,12 @@ def _refuse_unreadable(error: OSError) -> None:
 
 def _is_asked_for(name: str, options: PushOptions) -> bool:
     included = not options.include or any(fnmatch(name, pattern) for pattern in options.include)
-    return included and not any(fnmatch(name, pattern) for pattern in options.exclude)
+    return included and not is_excluded(name, options)
+
+
+def is_excluded(name: str, options: PushOptions) -> bool:
+    """True if --exclude leaves out a path."""
+    return any(fnmatch(name, pattern) for pattern in options.exclude)
 
 
 def hashes_of_file(file: Path) -> Hashes:

@@ -18,7 +18,13 @@ from formats.regular_files import read_json, read_small
 from megaconv import registry
 from megaconv.adapters.peft_files import adapter_directory
 from megaconv.commands.hub_commit import PushReport, apart, commit, hub_client, hub_errors
-from megaconv.commands.hub_files import Hashes, files_to_push, hashes_of_content, hashes_of_file
+from megaconv.commands.hub_files import (
+    Hashes,
+    files_to_push,
+    hashes_of_content,
+    hashes_of_file,
+    is_excluded,
+)
 from megaconv.commands.model_card import CARD, describe, published_record
 from megaconv.commands.recorded import require_recorded
 from megaconv.engine.completeness import TOKENIZER, has_tokenizer
@@ -140,7 +146,9 @@ def _push_files(
             LoadOptions(options.config, metadata_only=True, optimizer=False, own_names=True),
         )
         require_recorded(found, source, options.config, is_signed=is_signed)
-        if options.card and CARD not in files and not is_signed:
+        # A card of the directory may be left out on purpose: no other takes its place.
+        needs_card = not (path / CARD).exists() and not is_excluded(CARD, options)
+        if options.card and needs_card and not is_signed:
             made[CARD], notices = describe(path, repository, source.header, find_record(path))
         if RECORD_NAME in files and find_record(path) is not None and not is_signed:
             made[RECORD_NAME] = published_record(read_small(files.pop(RECORD_NAME), RECORD_BYTES))

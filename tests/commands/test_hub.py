@@ -432,3 +432,12 @@ def test_a_repository_without_a_model_is_reported_with_its_files(online: Hub, fi
     online.commits[COMMITS["main"]] = {file: b"GGUF"}
     outcome = megaconv("inspect", "hf://org/name")
     assert_refused(outcome, 3, "hf://org/name", file, "org/name@BRANCH", "hf download org/name")
+
+
+def test_a_run_of_megatron_in_a_repository_is_not_read_as_a_model(online: Hub) -> None:
+    """`push --as-is` puts it there."""
+    tracker = "latest_checkpointed_iteration.txt"
+    files = (tracker, "megaconv.json", "hf/config.json", "release/mp_rank_00/model_optim_rng.pt")
+    online.commits[COMMITS["main"]] = dict.fromkeys(files, b"{}")
+    outcome = megaconv("inspect", "hf://org/name")
+    assert_refused(outcome, 3, "hf://org/name", tracker, "hf download org/name")

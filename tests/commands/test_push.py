@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 import megaconv
+from megaconv.commands.model_card import CARD
 from tests import hub_server
 from tests.forks import start
 from tests.hub_server import Hub
@@ -191,6 +192,25 @@ def test_a_card_that_is_there_stays_and_one_of_the_source_is_where_the_licence_c
     )
     assert push(target, NAME).status == 0
     assert (hub.files(NAME)["README.md"], before != b"mine") == (b"mine", True)
+
+
+@pytest.mark.parametrize(
+    ("has_card", "choice"),
+    [
+        (False, ("--exclude", CARD)),
+        (True, ("--exclude", CARD)),
+        (True, ("--include", "*.json")),
+    ],
+)
+def test_a_card_that_is_left_out_has_no_other_in_its_place(
+    model: Path, tmp_path: Path, has_card: bool, choice: tuple[str, str]
+) -> None:
+    own = shutil.copytree(model, tmp_path / "own")
+    if has_card:
+        (own / CARD).write_text("mine")
+    outcome = run("push", own, NAME, "--dry-run", "--json", *choice)
+    assert outcome.status == 0, outcome.err
+    assert CARD not in json.loads(outcome.out)["files"]
 
 
 def test_a_megatron_checkpoint_is_converted_or_pushed_as_it_is(hub: Hub, core: Path) -> None:
