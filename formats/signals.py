@@ -8,6 +8,8 @@ from types import FrameType
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, the signal of a batch system, and the signal of a closed terminal."""
+arrived = threading.Event()
+"""Set when a signal ends the command of this process. Its threads then wait for no other machine any more."""
 
 
 @contextmanager
@@ -20,10 +22,10 @@ def held() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[int] = []
+    delayed: list[int] = []
 
     def wait(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
+        delayed.append(number)
 
     # A handler that wasn't installed from Python is None, and can't be restored.
     former = {
@@ -35,10 +37,10 @@ def held() -> Iterator[None]:
                 signal.signal(number, wait)
         yield
     except BaseException:
-        arrived.clear()
+        delayed.clear()
         raise
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
-        if arrived:
-            signal.raise_signal(arrived[0])
+        if delayed:
+            signal.raise_signal(delayed[0])

@@ -7,6 +7,7 @@ the same moment). A store that limits requests may ask for a longer pause. Progr
 import random
 import time
 
+from formats import signals
 from formats.errors import CheckpointError
 
 ATTEMPTS = 8
@@ -15,6 +16,8 @@ MOST_ATTEMPTS = 64
 """Most attempts of one request in all: a store that sends a few bytes each time must not keep a run for ever."""
 SECONDS = 300.0
 """Longest time without a byte of progress."""
+_ATTEMPTS_AT_END = 2
+"""Most attempts of a request that begins after a signal has ended the command: it removes what was written."""
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 20.0
 
@@ -36,6 +39,7 @@ class Patience:
         self._request = request
         self._failures = self._attempts = 0
         self._since = time.monotonic()
+        self._began_at_end = signals.arrived.is_set()
 
     def progress(self) -> None:
         """Note that bytes came."""
@@ -47,11 +51,20 @@ class Patience:
         self._failures += 1
         self._attempts += 1
         waited = time.monotonic() - self._since
-        if self._failures >= ATTEMPTS or self._attempts >= MOST_ATTEMPTS or waited > SECONDS:
+        is_over = self._failures >= self._most_failures or self._attempts >= MOST_ATTEMPTS
+        if is_over or waited > SECONDS:
             raise CheckpointError(
                 f"{self._request}: failed {self._attempts} times, last with: {failure}; "
                 "check the network and the endpoint, and run again",
                 code="store-unreachable",
             )
         pause = random.uniform(0, min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**self._failures))
-        time.sleep(max(pause, min(failure.after, SECONDS - waited)))
+        pause = max(pause, min(failure.after, SECONDS - waited))
+        signals.arrived.wait(pause)
+
+    @property
+    def _most_failures(self) -> int:
+        """The number of failures in a row after which there is no further attempt."""
+        if not signals.arrived.is_set():
+            return ATTEMPTS
+        return _ATTEMPTS_AT_END if self._began_at_end else 1

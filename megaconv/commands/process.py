@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, TextIO
 
-from formats.signals import ENDING
+from formats.signals import ENDING, arrived
 from megaconv.commands.endings import errors_reported, say
 from megaconv.errors import CODES, Interrupted
 from megaconv.terminal import hide_download_bars, log_to_stderr
@@ -78,6 +78,7 @@ def _drop(stream: TextIO) -> None:
 
 
 def _prepare() -> None:
+    arrived.clear()
     for number in range(3):
         try:
             os.fstat(number)
@@ -114,6 +115,7 @@ def ignore_signals() -> None:
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
     ignore_signals()  # a second signal must not disturb the cleanup
+    arrived.set()
     raise Interrupted
 
 

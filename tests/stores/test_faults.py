@@ -1,18 +1,25 @@
 """A store that fails: requests are repeated within bounds, and a source that changes ends the run."""
 
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from formats import signals
 from formats.stores import patience
 from megaconv.engine.conversion import fingerprint
 from megaconv.errors import CheckpointError, CorruptCheckpoint
 from tests.conftest import FIXTURES
-from tests.runs import assert_refused, run
+from tests.forks import start
+from tests.models import write_llama
+from tests.runs import assert_refused, finish, run
+from tests.stores import small_store
 from tests.stores.conftest import BUCKET, plain_client, put
 from tests.stores.proxy import Fault, Proxy
+from tests.stores.small_store import Asked, SmallStore
 
 LLAMA = FIXTURES / "peft-llama-all-linear/base"
 CORE = FIXTURES / "core-llama-tp2pp2/checkpoint"
@@ -68,9 +75,49 @@ def test_a_store_may_ask_for_a_pause_of_up_to_five_minutes(
     monkeypatch: pytest.MonkeyPatch, after: float, expected: float
 ) -> None:
     paused: list[float] = []
-    monkeypatch.setattr(time, "sleep", paused.append)
+    monkeypatch.setattr(signals.arrived, "wait", paused.append)
     patience.Patience("GET object").wait(patience.Transient("429", after))
     assert paused == [pytest.approx(expected, abs=0.5)]
+
+
+def test_after_a_signal_requests_are_hardly_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "arrived", threading.Event())
+    failure = patience.Transient("503", 60.0)
+    before = patience.Patience("GET object")
+    signals.arrived.set()
+    with pytest.raises(CheckpointError):
+        before.wait(failure)
+    cleanup = patience.Patience("DELETE object")
+    cleanup.wait(failure)  # without a pause
+    with pytest.raises(CheckpointError):
+        cleanup.wait(failure)
+
+
+@pytest.mark.parametrize("words", ["fingerprint {uri}", "convert {uri} {out} --saver hf"])
+def test_a_command_that_waits_for_a_store_can_be_interrupted(
+    writable: SmallStore, tmp_path: Path, words: str
+) -> None:
+    source = write_llama(tmp_path / "model", layers=1, hidden=256, vocab=4096)
+    for file in source.iterdir():
+        writable.put(f"model/{file.name}", file.read_bytes())
+    asked = threading.Event()
+
+    def refuse(request: Asked) -> small_store.Fault | None:
+        requests = [each for each in writable.asked if each.key.endswith(".safetensors")]
+        if request not in requests[1:]:  # the first one is for the header
+            return None
+        asked.set()
+        return small_store.Fault("status", 503, "SlowDown")
+
+    writable.hook, writable.retry_after = refuse, "60"
+    command = words.format(uri=f"s3://{BUCKET}/model", out=tmp_path / "out").split()
+    process = start(*command)
+    assert asked.wait(20)
+    time.sleep(0.5)  # the command has the answer, and waits
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process, 10)
+    assert outcome.status == 130, outcome
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_a_store_that_is_not_there_is_named(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
