@@ -1,7 +1,7 @@
 """--layers: a model of some of a model's layers, in any order, also several times."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,37 +128,29 @@ def _lists_layers(value: Any, count: int) -> bool:
 
 
 def _origins(header: Header, config: ModelConfig, chosen: Sequence[int]) -> dict[Key, Key]:
-    """Tensors of the model of the chosen layers -> those of the whole model. Raises NotExpressible."""
+    """Tensors of the model of the chosen layers, in model order -> those of the whole model. Raises NotExpressible."""
     shapes = canonical_shapes(family(config.family).rows, config)
-    origins = {Key(name): Key(_origin(name, chosen)) for name in shapes}
-    unlike = [
-        key.name
-        for key, origin in origins.items()
-        if origin not in header.manifest or header.manifest[origin].shape != shapes[key.name]
-    ]
-    used = set(origins.values())
-    left = [key.name for key in header.manifest if _stays(key, chosen) and key not in used]
-    if unlike or left:
+    found = dict(_renumbered(header.manifest, chosen))
+    unlike = found.keys() ^ shapes.keys() or {
+        name for name, origin in found.items() if header.manifest[origin].shape != shapes[name]
+    }
+    if unlike:
         raise NotExpressible(
-            f"--layers: {listing(unlike or left)} of a {config.family} depends on the numbers of layers; choose other layers"
+            f"--layers: {listing(sorted(unlike))} of a {config.family} depends on the numbers of layers; choose other layers"
         )
-    return origins
+    return {Key(name): found[name] for name in shapes}
 
 
-def _layer(name: str) -> int | None:
-    """The layer of a tensor; None for a tensor outside of the layers."""
-    return int(name.split(".")[1]) if name.startswith(_LAYERS) else None
-
-
-def _origin(name: str, chosen: Sequence[int]) -> str:
-    """The name of a tensor in the whole model."""
-    layer = _layer(name)
-    if layer is None:
-        return name
-    rest = name.removeprefix(_LAYERS).partition(".")[2]
-    return f"{_LAYERS}{chosen[layer]}.{rest}"
-
-
-def _stays(key: Key, chosen: Sequence[int]) -> bool:
-    layer = _layer(key.name)
-    return key.slot == WEIGHT and (layer is None or layer in chosen)
+def _renumbered(manifest: Iterable[Key], chosen: Sequence[int]) -> Iterator[tuple[str, Key]]:
+    """Yield (a weight's name with the new number of its layer, the weight of the whole model)."""
+    layers: dict[int, list[tuple[str, Key]]] = {}
+    for key in manifest:
+        if key.slot != WEIGHT:
+            continue
+        if not key.name.startswith(_LAYERS):
+            yield key.name, key
+            continue
+        number, _, rest = key.name.removeprefix(_LAYERS).partition(".")
+        layers.setdefault(int(number), []).append((rest, key))
+    for new, old in enumerate(chosen):
+        yield from ((f"{_LAYERS}{new}.{rest}", key) for rest, key in layers.get(old, []))
