@@ -249,12 +249,13 @@ class Staging:
         else:
             replace(self.data, self.target, self._aside)
 
-    def discard(self) -> None:
-        """Remove the staging directory and its content, unless another run owns it or member 0 will do it."""
+    def discard(self) -> bool:
+        """Remove the staging directory and its content, unless another run owns it or member 0 will do it. Returns True."""
         self._close()
         if self._lock.is_held or (self._member and self._joined and self._lock.take_over()):
             self._remove()
         self._leave()
+        return True
 
     def keep(self) -> None:
         """Leave the staging directory to a run that resumes, or to member 0."""

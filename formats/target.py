@@ -121,8 +121,8 @@ class Target(Protocol):
         """Make the output appear."""
         ...
 
-    def discard(self) -> None:
-        """Remove what was written."""
+    def discard(self) -> bool:
+        """Remove what was written. Returns False if something is left, which a warning names."""
         ...
 
     def keep(self) -> None:

@@ -296,11 +296,15 @@ class StoreTarget:
         leftovers.remove(self._store, self._opening.found(), self._claim)
         self._claim.remove()
 
-    def discard(self) -> None:
-        """Remove everything that this run has written, unless it is complete. Other members leave that to member 0."""
+    def discard(self) -> bool:
+        """Remove everything that this run has written, unless it is complete. Other members leave that to member 0.
+
+        Returns False if something is left, because the store can't be asked.
+        """
         self._end()
         try:
             self._remove_all()
+            return True
         except CheckpointError as error:
             _log.warning(
                 "%s: what this run has written can't be removed (%s); `megaconv clean %s` does",
@@ -308,6 +312,7 @@ class StoreTarget:
                 error,
                 self.target,
             )
+            return False
         finally:
             self._claim.stop()
 

@@ -204,8 +204,8 @@ def _convert(
         job.opened.abandon()
         if options.resume and interrupted:
             job.staging.keep()
-        else:
-            job.staging.discard()
+        elif not job.staging.discard() and isinstance(error, Interrupted):
+            raise Interrupted(f"`megaconv clean {save_dir}` removes what is left") from error
         raise
     finally:
         if job.staging.committed:

@@ -120,6 +120,25 @@ def test_a_command_that_waits_for_a_store_can_be_interrupted(
     assert not list(tmp_path.glob("out*"))
 
 
+def test_an_interrupted_run_that_cannot_remove_its_work_says_so(writable: SmallStore) -> None:
+    asked = threading.Event()
+
+    def refuse(request: Asked) -> small_store.Fault | None:
+        if request.action == "part":
+            asked.set()
+        return small_store.Fault("status", 503, "SlowDown") if asked.is_set() else None
+
+    writable.hook, writable.retry_after = refuse, "60"
+    process = start("convert", LLAMA, f"s3://{BUCKET}/out", "--saver", "hf")
+    assert asked.wait(20)
+    time.sleep(0.5)  # the command has the answer, and waits
+    process.send_signal(signal.SIGINT)
+    outcome = finish(process, 10)
+    assert outcome.status == 130, outcome
+    last = outcome.err.splitlines()[-1]
+    assert last == f"megaconv: interrupted; `megaconv clean s3://{BUCKET}/out` removes what is left"
+
+
 def test_a_store_that_is_not_there_is_named(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://name:secret@127.0.0.1:9")
     outcome = run("inspect", f"s3://{BUCKET}/model")
