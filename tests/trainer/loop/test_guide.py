@@ -152,10 +152,13 @@ def test_a_reward_model_needs_no_memory_for_logits(monkeypatch: pytest.MonkeyPat
     memory_fit.check_fits(rewards, options, rows=2)
     with pytest.raises(UsageError, match=r"finetune base pairs.jsonl --reward-modeling --save"):
         memory_fit.check_fits(setup, options, rows=2)
-    # The head for words: its weights with gradients and optimizer, and the gradient of its matrix.
+    # The head for words: its weights with gradients and optimizer, the gradient of its matrix, and the normed states of
+    # all tokens, of which a score needs one.
     [words] = stage_memory(replace(described(setup, options), work=Work(rows=2)))
-    matrix = (described(setup, options).run.vocab_rows - 1) * setup.config.hidden
-    assert words.activations - needed.activations == matrix * 4
+    run = described(setup, options).run
+    matrix = (run.vocab_rows - 1) * setup.config.hidden
+    states = 2 * run.tokens * setup.config.hidden
+    assert words.activations - needed.activations == (matrix + states) * 4
     assert words.kept - needed.kept == matrix * 16
 
 
