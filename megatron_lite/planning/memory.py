@@ -4,20 +4,20 @@ Optimizer state depends on the kind: AdamW keeps two moments, SGD its momentum. 
 and AdamW's state for all else. A distributed optimizer assigns whole Muon matrices; the rank with the most is counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from megaconv.families import family
 from megaconv.model.memory import BYTES_PER_PARAMETER, bytes_per_parameter
-from megaconv.model.rank_share import RankShare, rank_shares
+from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations
 from megatron_lite.optimizer.algorithm import Algorithm
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
 from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.generation import cache_bytes
 from megatron_lite.planning.sharding import passing_bytes
 from megatron_lite.planning.stages import Described
@@ -50,10 +50,9 @@ class Memory:
 
 def stage_memory(run: Described) -> list[Memory]:
     """Return one Memory for each pipeline rank."""
-    layout = run.sizes.layout
-    shares = rank_shares(family(run.config.family).rows, run.config, layout, run.run.vocab_rows)
     found = []
-    for pp_rank, share in enumerate(shares):
+    for pp_rank in range(run.sizes.layout.pp):
+        share = _share(run, pp_rank)
         adapters, trained = _adapters(run, pp_rank), _trained(run, pp_rank, share)
         kept = sum(
             held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, trained)
@@ -75,6 +74,24 @@ def stage_memory(run: Described) -> list[Memory]:
     return found
 
 
+def _share(run: Described, pp_rank: int) -> RankShare:
+    """Return the parameters of the model on a rank. Megatron core may hold a further copy of an embedding."""
+    chunks = enumerate(run.run.chunks(pp_rank))
+    return _sum_of(info for index, chunk in chunks for info in run.parameters(index, chunk))
+
+
+def _sum_of(infos: Iterable[ParameterInfo]) -> RankShare:
+    """Return the elements of parameters."""
+    dense = experts = 0
+    for info in infos:
+        count = prod(info.native.shape)
+        if info.kind is Kind.EXPERT:
+            experts += count
+        else:
+            dense += count
+    return RankShare(dense, experts)
+
+
 def _generation(run: Described, pp_rank: int, share: RankShare) -> int:
     """Return the bytes that exist while completions are generated."""
     if not run.work.completion:
@@ -91,15 +108,8 @@ def _trained(run: Described, pp_rank: int, share: RankShare) -> RankShare:
     """Return the parameters of a rank that have gradients. share: the model's parameters on the rank."""
     if not run.run.frozen:
         return share
-    dense = experts = 0
-    for index, chunk in enumerate(run.run.chunks(pp_rank)):
-        for info in run.trained(index, chunk):
-            count = prod(info.native.shape)
-            if info.kind is Kind.EXPERT:
-                experts += count
-            else:
-                dense += count
-    return RankShare(dense, experts)
+    chunks = enumerate(run.run.chunks(pp_rank))
+    return _sum_of(info for index, chunk in chunks for info in run.trained(index, chunk))
 
 
 def _adapters(run: Described, pp_rank: int) -> int:

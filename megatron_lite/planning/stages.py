@@ -84,8 +84,19 @@ class Described:
     def parameters(self, index: int, chunk: Chunk) -> Sequence[ParameterInfo]:
         """Return the parameters of a chunk on the first tensor and expert ranks, in the order of a forward pass, unit by unit.
 
-        Other ranks hold the same number of parameters.
+        Other ranks hold the same number of parameters. The list is made once: experts have many tensors.
         """
+        key = index, chunk
+        if key not in self._listed:
+            self._listed[key] = self._list(index, chunk)
+        return self._listed[key]
+
+    @cached_property
+    def _listed(self) -> dict[tuple[int, Chunk], Sequence[ParameterInfo]]:
+        """The parameters of the chunks that were listed before."""
+        return {}
+
+    def _list(self, index: int, chunk: Chunk) -> Sequence[ParameterInfo]:
         natives = (native for native, *_ in trained_tensors(self._tensors.of(0, chunk)).values())
         return [
             self._info(index, native)

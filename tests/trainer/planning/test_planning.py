@@ -131,6 +131,7 @@ KEPT = [
     Planned("llama", dp=2, dtype="bfloat16", distributed=True, zero=2, wider=4),
     Planned("llama", dp=4, dtype="bfloat16", distributed=True, zero=3, wider=4),
     Planned("mixture", ep=2, dp=4, dtype="float32", distributed=True, zero=3, wider=4),
+    Planned("further tokens, tied", tp=2, pp=2, sequence=True, dtype="bfloat16", wider=4),
     Planned("qwen3", dtype="bfloat16", kind="sgd", wider=4),
     Planned("llama", dp=2, dtype="bfloat16", distributed=True, kind="sgd", wider=4),
     Planned("gpt2", pp=2, dtype="bfloat16", kind="muon", wider=4),
