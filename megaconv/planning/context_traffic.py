@@ -16,7 +16,7 @@ from megaconv.planning.run import Run
 
 def of_other_tokens(run: Run, kind: LayerKind, mixer: MixerCost, forward: int) -> Iterator[Counted]:
     """Yield the traffic of a mixer. forward: how often its forward pass is computed."""
-    states = mixer.channels_of_states(run.config)
+    states = mixer.channels_of_states(run.config, run.layout.tp * run.cp)
     if states:
         exchanged = run.tokens * states / run.layout.tp * run.itemsize
         yield "cp", "all_to_all", exchanged * (forward + 1)

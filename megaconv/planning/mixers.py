@@ -25,8 +25,11 @@ class MixerCost:
     """(model, tokens of a sequence) -> operations per token, forward and backward, without products with weights."""
     has_indexer: bool = False
     """True if an indexer chooses keys. All ranks need its keys, and tensor ranks its choices."""
-    channels_of_states: Callable[[ModelConfig], int] = lambda _: 0
-    """The channels of a token that context ranks exchange, so that each rank computes some channels of all tokens."""
+    channels_of_states: Callable[[ModelConfig, int], int] = lambda config, ranks: 0
+    """The channels of a token that context ranks exchange, so that each rank computes some channels of all tokens.
+
+    ranks: the tensor ranks times the context ranks. Each needs a head of keys, so that a few heads are sent several times.
+    """
     normed_together: Callable[[ModelConfig, LayerKind], int] = lambda config, kind: 0
     """The norms whose sums of squares tensor ranks add up, because a norm covers the heads of all ranks."""
     input_width: Callable[[ModelConfig], int]
@@ -203,10 +206,11 @@ def _delta_net_operations(config: ModelConfig, _: int) -> float:
     return 3 * 7.0 * linear.value_heads * linear.key_dim * linear.value_dim
 
 
-def _delta_net_channels(config: ModelConfig) -> int:
+def _delta_net_channels(config: ModelConfig, ranks: int) -> int:
     """Return the channels of q, k and v, two numbers of each head, and the channels of the result."""
     linear = config.linear
-    keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
+    keys = max(linear.key_heads, ranks) * linear.key_dim
+    values = linear.value_heads * linear.value_dim
     return (2 * keys + values) + 2 * linear.value_heads + values
 
 
@@ -234,7 +238,7 @@ def _wide_kimi_delta_elements(config: ModelConfig, _: LayerKind) -> float:
     return (2 * keys + values) + 4 * keys + 3 * keys + of_heads + 4 * values
 
 
-def _kimi_delta_channels(config: ModelConfig) -> int:
+def _kimi_delta_channels(config: ModelConfig, _: int) -> int:
     """Return the channels of q, k and v, the decay of each channel of a key, a number of each head, and the result's channels."""
     linear = config.linear
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
@@ -275,10 +279,10 @@ def _mamba_operations(config: ModelConfig, _: int) -> float:
     return 3 * 5.0 * mamba.heads * mamba.head_dim * mamba.state
 
 
-def _mamba_channels(config: ModelConfig) -> int:
+def _mamba_channels(config: ModelConfig, ranks: int) -> int:
     """Return the channels of the convolution, the time steps of heads, and the channels of the result."""
     mamba = config.mamba
-    inner, states = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
+    inner, states = mamba.heads * mamba.head_dim, 2 * max(mamba.groups, ranks) * mamba.state
     return (inner + states) + mamba.heads + inner
 
 
@@ -297,7 +301,7 @@ def _convolution_operations(config: ModelConfig, _: int) -> float:
 
 
 CONVOLUTION = MixerCost(
-    channels_of_states=lambda config: 2 * config.hidden,
+    channels_of_states=lambda config, _: 2 * config.hidden,
     elements=lambda config, _: 5 * config.hidden,
     operations=_convolution_operations,
     input_width=_hidden,

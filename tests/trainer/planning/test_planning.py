@@ -79,6 +79,7 @@ STEPS = [
     Planned("mpt", cp=2),
     Planned("mamba", cp=2, dtype="bfloat16"),
     Planned("delta nets", tp=2, cp=2, sequence=True, dtype="bfloat16", recompute=FULL),
+    Planned("mamba", tp=2, cp=2, sequence=True),
     Planned("kimi", cp=2),
     Planned("lfm3", cp=2),
     Planned("falcon h1", cp=2, context="a2a"),
