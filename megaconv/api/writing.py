@@ -221,7 +221,7 @@ def average(
     Raises megaconv.errors.CheckpointError.
     """
     asked = built(ConvertOptions, "average", locals())
-    first, others = divided(model_shares(models), asked.average.method)
+    first, others = divided(model_shares(models), asked.average_method.method)
     return _convert(first, save_dir, saver, replace(asked, averaged=others), dry_run, progress)
 
 

@@ -71,14 +71,16 @@ def averaged(
     if options.dtype is not None:
         # The conversion casts the average to this dtype. Rounded to the models' dtype first, it would be rounded twice.
         opened = [CastSource(each, "float32") for each in opened]
-    if _needs_plain([each.header for each in opened], options.average):
+    if _needs_plain([each.header for each in opened], options.average_method):
         opened = [PlainSource(each, exact=False) for each in opened]
-    return AveragedSource(opened, shares, options.average, "overflow" in options.save.allow_lossy)
+    return AveragedSource(
+        opened, shares, options.average_method, "overflow" in options.save.allow_lossy
+    )
 
 
 def _shares(options: ConvertOptions) -> tuple[float, ...]:
     """The shares of all models, or the weights of differences. Raises UsageError."""
-    method, count = options.average.method, len(options.averaged) + 1
+    method, count = options.average_method.method, len(options.averaged) + 1
     if method in OF_DIFFERENCES:
         return weights_of(options.averaged, method)
     if method == SLERP and count != 2:
@@ -110,7 +112,7 @@ def _require_own_base(found: Input, source: Source, options: ConvertOptions) -> 
 
 def notice_of_average(given: str, options: ConvertOptions) -> str:
     """A line for people: the models that are averaged, their shares, and the method if it isn't the usual one."""
-    chosen, shares = options.average, _shares(options)
+    chosen, shares = options.average_method, _shares(options)
     others = [each.place for each in options.averaged]
     if chosen.method in OF_DIFFERENCES:
         return f"{given} plus differences by {chosen.method}: {_listed(others, shares)}, density {chosen.density:g}"

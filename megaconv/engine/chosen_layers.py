@@ -7,11 +7,18 @@ from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput, UsageError
+from megaconv.errors import (
+    CorruptCheckpoint,
+    LayoutError,
+    NotExpressible,
+    UnsupportedInput,
+    UsageError,
+)
 from megaconv.families import family
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
+from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.table import canonical_shapes
 
 _LAYERS = "layers."
@@ -38,7 +45,8 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
     """The model of the chosen layers, counted from 0.
 
     place: the source, for messages. Raises UsageError for a layer that there isn't, UnsupportedInput for adapters and
-    for models whose layers megaconv doesn't know, NotExpressible for models that don't remain one without a layer.
+    for models whose layers megaconv doesn't know or which compute with the numbers of layers, NotExpressible for models
+    that don't remain one without a layer.
     """
     header = source.header
     _require_layers(header, chosen, place)
@@ -52,8 +60,11 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
         header,
         config=config,
         manifest=manifest,
+        layout=_layout(header.layout, header.config, config),
         shifts=shifts,
-        read_otherwise=frozenset(manifest),
+        read_otherwise=frozenset(
+            key for key, origin in origins.items() if origin in header.read_otherwise
+        ),
         has_optimizer=False,
     )
     return ChosenLayers(source, made, origins)
@@ -80,14 +91,43 @@ def _require_layers(header: Header, chosen: Sequence[int], place: str) -> None:
         )
     if config.whole is not None:
         raise UnsupportedInput(f"--layers: {place} is a multimodal model; add --text-only")
-    if config.blocks.count:
+    reason = _numbered(header)
+    if reason:
         raise UnsupportedInput(
-            f"--layers: {place} is a {config.family}, whose layers share blocks by their numbers; none of them can be left out"
+            f"--layers: {place} is a {config.family}, {reason}; take all of its layers"
         )
     if max(chosen) >= config.layer_count:
         raise UsageError(
             f"--layers: {place} has no layer {max(chosen)}; its layers are 0 to {config.layer_count - 1}"
         )
+
+
+def _numbered(header: Header) -> str:
+    """The reason why layers can't have other numbers; empty if they can."""
+    config = header.config
+    if config.blocks.count:
+        return "whose layers share blocks by their numbers"
+    computed = family(config.family).numbered
+    if computed:
+        return f"which computes {computed} with the numbers of layers"
+    if any(
+        f".{_LAYERS}" in key.name and not key.name.startswith("mtp.") for key in header.manifest
+    ):
+        return "which has several stacks of layers"
+    return ""
+
+
+def _layout(layout: Layout | None, whole: ModelConfig, made: ModelConfig) -> Layout | None:
+    """The layout of the source for the new layers: its stages, of equal sizes, or one stage if they can't be equal."""
+    if layout is None or whole.layer_count == made.layer_count:
+        return layout
+    count = made.layer_count
+    try:
+        return replace(
+            layout, stage_layers=split_layers(count, layout.pp, layout.vpp, LayerSplit())
+        )
+    except LayoutError:
+        return replace(layout, pp=1, vpp=1, stage_layers=(count,))
 
 
 def _config(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:
@@ -121,9 +161,11 @@ def _own_config(whole: ModelConfig, made: ModelConfig) -> Mapping[str, Any] | No
 
 
 def _lists_layers(value: Any, count: int) -> bool:
-    """True for a list with an entry for each layer, and for an object of entries by the numbers of layers."""
+    """True for a list with an entry for each layer, and for an object of objects by the numbers of layers."""
     if isinstance(value, Mapping):
-        return bool(value) and all(key.isdecimal() for key in value)
+        return bool(value) and all(
+            key.isdecimal() and isinstance(inner, Mapping) for key, inner in value.items()
+        )
     return isinstance(value, list) and len(value) == count
 
 

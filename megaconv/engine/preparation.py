@@ -60,7 +60,8 @@ def open_input(
     }
     read, written = registry.share_options(options.all_extra(), takers)
     try:
-        refuse_sizes(saver, found.place, load, options.save)
+        if options.layers is None:  # the sizes are those of the output's layers
+            refuse_sizes(saver, found.place, load, options.save)
         load = replace(load, extra=read)
         return _computed(open_source(found, load), found, load, options), written
     except UnknownFamily as error:
@@ -79,6 +80,10 @@ def _computed(source: Source, found: Input, load: LoadOptions, options: ConvertO
         return source
     if options.adapters:
         raise UsageError("--layers and --adapter are two conversions: merge the adapter first")
+    if options.save.base is not None:
+        raise UsageError(
+            "--layers and --base: the original has other layers than the output; leave --base out"
+        )
     return with_layers(source, options.layers, found.given)
 
 
@@ -119,9 +124,9 @@ def prepare(
 
 
 def _refuse_unused_method(options: ConvertOptions) -> None:
-    if not options.averaged and not options.average.is_usual:
+    if not options.averaged and not options.average_method.is_usual:
         raise UsageError(
-            f"--method {options.average.method}: has no effect without --average; leave it out"
+            f"--method {options.average_method.method}: has no effect without --average; leave it out"
         )
 
 
@@ -187,14 +192,16 @@ def _checked(
     """The comparison of the source with its own record, unless the user has switched it off."""
     if not options.check_source:
         return SourceCheck()
+    origins = opened.origins if isinstance(opened, ChosenLayers) else {}
     is_overridden = options.load.config is not None or options.load.true_vocab_size is not None
     return check_source(
         found.place,
         opened.whole if isinstance(opened, ChosenLayers) else opened,
-        streamed.manifest,
+        {origins.get(key, key): info for key, info in streamed.manifest.items()},
         other_shapes=is_overridden,
         other_dtypes=options.dtype is not None,
-        altered=altered,
+        altered={origins.get(key, key) for key in altered},
+        origins=origins,
     )
 
 

@@ -30,7 +30,7 @@ def run_identity(
     lossy = sorted(options.save.allow_lossy)
     adapters = [f"{each.place}:{each.weight}" for each in options.adapters]
     averaged = [f"{each.place}:{each.share}" for each in options.averaged]
-    method = options.average
+    method = options.average_method
     extra = [f"{key}={value}" for key, value in sorted(options.all_extra().items())]
     return {
         "megaconv": __version__,
@@ -57,7 +57,7 @@ def source_digest(options: ConvertOptions, opened: OpenedFiles, revision: list[s
         lossy,
         options.adapters,
         options.averaged,
-        astuple(options.average),
+        astuple(options.average_method),
         options.layers,
         options.all_extra(),
         revision,

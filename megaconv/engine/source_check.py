@@ -96,9 +96,12 @@ class SourceCheck:
     damaged: list[str] = field(default_factory=list)
     remedy: str = ACCEPTED
     """The end of the message about a difference."""
+    origins: Mapping[Key, Key] = field(default_factory=dict)
+    """Tensors that have another name than in the source -> those of the source."""
 
     def expects(self, key: Key) -> str | None:
         """The recorded fingerprint of a tensor that is read as it was written, otherwise None."""
+        key = self.origins.get(key, key)
         if self.record is None or self.stored is not None:
             return None
         if key in self.masters:
@@ -108,7 +111,7 @@ class SourceCheck:
     def found(self, key: Key, fingerprint: str) -> None:
         """Compare one tensor's fingerprint. Any thread may call this."""
         if self.expects(key) not in (None, fingerprint):
-            self.damaged.append(str(key))
+            self.damaged.append(str(self.origins.get(key, key)))
 
     def compare(self, fingerprint: Fingerprint) -> None:
         """Raises CorruptCheckpoint if the source has changed since it was written, ModelsDiffer for a patch on another base."""
@@ -119,10 +122,11 @@ class SourceCheck:
     def require_intact(self) -> None:
         """Raises CorruptCheckpoint, or ModelsDiffer for a patch. Both name the tensors that differ from the record."""
         self._read_stored()
-        if self.record is not None and self.damaged:
+        damaged = sorted(set(self.damaged))
+        if self.record is not None and damaged:
             _refuse(
                 self.record,
-                f"{counted(len(self.damaged), 'tensor')} with other values than were written: {listing(sorted(self.damaged))}",
+                f"{counted(len(damaged), 'tensor')} with other values than were written: {listing(damaged)}",
                 self.remedy,
             )
 
@@ -151,13 +155,15 @@ def check_source(
     other_shapes: bool = False,
     other_dtypes: bool = False,
     altered: Collection[Key] = (),
+    origins: Mapping[Key, Key] | None = None,
     remedy: str = ACCEPTED,
 ) -> SourceCheck:
     """Compare an opened source with its record, if it has one. Raises CorruptCheckpoint if names or shapes differ.
 
     streamed: the tensors in the requested dtypes. other_shapes: True if the user has given the vocabulary's size.
     other_dtypes: True if the user has given a dtype, which readers of quantized weights dequantize to.
-    altered: tensors that something else is merged into. remedy: the end of the message about a difference.
+    altered: tensors that something else is merged into. origins: tensors that are streamed under other names -> those of
+    the source; streamed and altered have the source's. remedy: the end of the message about a difference.
     """
     record = find_record(place)
     if record is None:
@@ -190,13 +196,26 @@ def check_source(
     )
     if stored is not None:
         return SourceCheck(
-            record, frozenset(differing), masters, notices, stored.source, remedy=remedy
+            record,
+            frozenset(differing),
+            masters,
+            notices,
+            stored.source,
+            remedy=remedy,
+            origins=origins or {},
         )
     cast: set[Key] = set()
     if streamed is not None:
         cast.update(key for key, info in written.items() if streamed.get(key) != info)
     unlike = {str(key) for key in cast.union(altered)} | differing.keys()
-    return SourceCheck(record, frozenset(unlike), masters - cast, notices, remedy=remedy)
+    return SourceCheck(
+        record,
+        frozenset(unlike),
+        masters - cast,
+        notices,
+        remedy=remedy,
+        origins=origins or {},
+    )
 
 
 def require_own_base(found: Input, source: Source, workers: int) -> None:

@@ -97,4 +97,5 @@ FAMILY = Family(
     only={**SILU, "attention_bias": False},
     recognized=None,
     proven="names",
+    numbered="the weights of sums",
 )

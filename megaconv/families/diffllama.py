@@ -55,5 +55,5 @@ _KEYS = (
 FAMILY = replace(
     LLAMA, name="diffllama", architectures=("DiffLlamaForCausalLM",), model_type="diffllama", rows=ROWS, keys=_KEYS,
     fixed={**LLAMA_LIKE, "attention.differential": True},
-    recognized=None, proven="names",
+    recognized=None, proven="names", numbered="the share of the second heads",
 )  # fmt: skip

@@ -82,4 +82,5 @@ FAMILY = Family(
     ignored=(*ROPE_FREQUENCIES, *_RATES),
     recognized=None,
     proven="names",
+    numbered="the decay of lightning attention",
 )

@@ -66,7 +66,7 @@ class ConvertOptions:
         help="Another model, of any format, to average with the input; may be repeated. Without SHARE, all have the same share.",
     )
     """Models to average with the input. Those that have shares leave the rest of 1 to the input."""
-    average: AverageMethod = inner(AverageMethod)
+    average_method: AverageMethod = inner(AverageMethod)
     layers: tuple[int, ...] | None = option(
         None,
         "--layers",

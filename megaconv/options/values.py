@@ -139,7 +139,7 @@ _MOST_LAYERS = 10_000
 
 def _span(word: str, text: str) -> range:
     """The layers of one word, such as 5 or 0-15."""
-    match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", word)
+    match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", word, re.ASCII)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if not first <= last < first + _MOST_LAYERS:
         raise UsageError(f"{text!r:.80}: {_LAYERS_FORM}")

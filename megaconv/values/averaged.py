@@ -88,11 +88,11 @@ class AveragedTensor(ComputedTensor):
     def _blended(self, stored: Sequence[Bytes], run: Run) -> Doubles:
         """The blend of a run of elements. stored: the bytes of all tensors."""
         count = run.stop - run.start
-        numbers = [
-            rounding.numbers(_part(values, tensor.dtype, run.start, count), tensor.dtype)
-            for tensor, values in zip(self._tensors, stored, strict=True)
-        ]
         with np.errstate(over="ignore", invalid="ignore"):
+            numbers = [
+                rounding.numbers(_part(values, tensor.dtype, run.start, count), tensor.dtype)
+                for tensor, values in zip(self._tensors, stored, strict=True)
+            ]
             return self.blend.blended(numbers, run)
 
     def _round(self, total: Doubles, out: Bytes) -> None:

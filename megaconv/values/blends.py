@@ -59,6 +59,11 @@ class WeightedSum:
         return weighted_sum(numbers, self.shares)
 
 
+def _dot(a: Doubles, b: Doubles) -> float:
+    # The order of a BLAS product's sum depends on the processor.
+    return float(np.multiply(a, b).sum())
+
+
 @dataclass
 class Arc:
     """A point on the arc between two tensors, taken as vectors: spherical linear interpolation.
@@ -98,9 +103,9 @@ class Arc:
         product = first = second = 0.0
         with np.errstate(over="ignore", invalid="ignore"):
             for a, b in read_together(self.ends):
-                product += float(a @ b)
-                first += float(a @ a)
-                second += float(b @ b)
+                product += _dot(a, b)
+                first += _dot(a, a)
+                second += _dot(b, b)
         norms = sqrt(first) * sqrt(second) if first > 0 and second > 0 else 0.0
         return product / norms if norms else float("nan")
 

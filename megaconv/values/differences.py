@@ -150,7 +150,9 @@ class Differences:
         elected: Doubles = (kept * agrees).sum(0)  # a product, so that NaN stays
         if not self.averages:
             return elected
-        weight = np.asarray(self.weights) @ agrees
+        weight = np.zeros_like(elected)
+        for each, agreeing in zip(self.weights, agrees, strict=True):
+            weight += each * agreeing  # in this order, which a product of matrices doesn't promise
         return elected / np.where(weight > 0, weight, 1.0)
 
     def _kept(self, which: int, base: Doubles, other: Doubles, run: Run) -> Doubles:

@@ -137,6 +137,17 @@ def test_a_part_of_a_blend_is_the_part_of_the_whole(method: str) -> None:
     assert torch.equal(torch.from_numpy(part).view(torch.bfloat16), whole[3:8, 11:18])
 
 
+def test_a_part_of_many_models_is_the_part_of_the_whole_to_the_last_bit() -> None:
+    tensors = [drawn(seed, (64, 40)) for seed in range(7)]
+    weights = (1.0, 0.1, 0.7, 1 / 3, 2.3, 0.9)
+    made = blended(tensors, AverageMethod("ties", 1.0), weights)
+    whole = as_torch(made)
+    for col in range(33):
+        part = np.empty((5, 8 * 7), np.uint8)
+        made.read_into(Box(3, 8, col, col + 7), part)
+        assert torch.equal(torch.from_numpy(part).view(torch.float64), whole[3:8, col : col + 7])
+
+
 @pytest.mark.parametrize("method", ["slerp", "ties", "dare", "dare-ties"])
 def test_equal_models_are_their_own_blend(method: str) -> None:
     """Also NaN with its bits, infinite and the largest numbers, and integers."""

@@ -39,6 +39,6 @@ def average(
 
     Short for `convert --average`, which shards as well.
     """
-    first, others = divided(model_shares(models), options.average.method)
+    first, others = divided(model_shares(models), options.average_method.method)
     options = replace(options, averaged=others)
     run(Request(first, save_dir, saver, options, dry_run=dry_run, quiet=quiet, as_json=as_json))
