@@ -44,6 +44,7 @@ class Hub(ThreadingHTTPServer):
         self.dropped: set[str] = set()
         """Paths that its rules leave out without a word."""
         self.refuses_after_uploads: int | None = None
+        self._counting = threading.Lock()
         self.hanging = threading.Event()
         """Set while an upload is waited with, as long as `hangs`."""
         self.hangs = False
@@ -66,6 +67,15 @@ class Hub(ThreadingHTTPServer):
         """A killed client closes its connection. The traceback would reach a later test's stderr."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
+
+    def accepts(self, upload: str) -> bool:
+        """Note an upload, unless it is to be refused. Several threads may ask at once."""
+        with self._counting:
+            most = self.refuses_after_uploads
+            if most is not None and len(self.uploads) >= most:
+                return False
+            self.uploads.append(upload)
+            return True
 
     @property
     def address(self) -> str:
@@ -327,13 +337,11 @@ class _Request(BaseHTTPRequestHandler):
         if self.server.hangs:
             self.server.hanging.set()
             time.sleep(60)
-        most = self.server.refuses_after_uploads
-        if most is not None and len(self.server.uploads) >= most:
+        if not self.server.accepts(oid):
             self.answer({}, 403)
             return
         assert sha256(self.body).hexdigest() == oid
         self.server.objects[oid] = self.body
-        self.server.uploads.append(oid)
         self.answer({})
 
     def commit(self, repository: str, revision: str, query: dict[str, list[str]]) -> None:

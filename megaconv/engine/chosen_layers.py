@@ -94,7 +94,7 @@ def _require_layers(header: Header, chosen: Sequence[int], place: str) -> None:
     reason = _numbered(header)
     if reason:
         raise UnsupportedInput(
-            f"--layers: {place} is a {config.family}, {reason}; take all of its layers"
+            f"--layers: {place} is a {config.family}, {reason}; leave --layers out"
         )
     if max(chosen) >= config.layer_count:
         raise UsageError(

@@ -198,7 +198,7 @@ def test_weights_that_changed_since_they_were_written_are_refused(
 )
 def test_several_stacks_of_layers_are_refused(fixture: str, tmp_path: Path) -> None:
     words = ["convert", FIXTURES / fixture, tmp_path / "out", "--saver", "core", "--layers", "0"]
-    assert_refused(run(*words), 3, "several stacks of layers; take all of its layers")
+    assert_refused(run(*words), 3, "several stacks of layers; leave --layers out")
 
 
 def test_the_original_of_other_layers_is_refused(llama: Path, tmp_path: Path) -> None:
