@@ -31,7 +31,7 @@ class Rules(NamedTuple):
     is_bpe: bool
     """True for the kind that llama.cpp computes, also if the file doesn't name its kind."""
     space_first: bool
-    """Whether a space is put before a text."""
+    """True if a space is put before a text."""
 
 
 def read_rules(content: bytes) -> Rules:

@@ -168,7 +168,7 @@ def _require_bpe(content: bytes, where: str) -> None:
 
 
 def _puts_space_first(content: bytes, settings: Mapping[str, Any], config: ModelConfig) -> bool:
-    """Whether a text begins with a space. Gemma's tokenizers put none there, whatever their files say."""
+    """True if a text begins with a space. Gemma's tokenizers put none there, whatever their files say."""
     if ARCHITECTURES[config.family].startswith("gemma"):
         return False
     given = settings.get("add_prefix_space")

@@ -1,4 +1,4 @@
-"""How `--average` combines several models."""
+"""The method by which `--average` combines several models."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How the numbers of several tensors become one: as a weighted sum, or along an arc between two tensors."""
+"""Blends of several tensors to one: a weighted sum, and a point on the arc between two tensors."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

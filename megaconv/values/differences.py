@@ -5,7 +5,7 @@ DARE (Yu et al. 2024) keeps elements at random, divides them by the part that is
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -57,10 +57,10 @@ class LargestElements:
         """
         kept = max(1, int(self.density * prod(self.tensors[0].shape)))
         others = range(len(self.tensors) - 1)
-        upper = [_of_rank(counts, kept) for counts in self._counts([None for _ in others])]
+        upper = [_value_of_rank(counts, kept) for counts in self._counts([None for _ in others])]
         lower = self._counts([half for half, _ in upper])
         return [
-            half << _HALF | _of_rank(counts, rank)[0]
+            half << _HALF | _value_of_rank(counts, rank)[0]
             for (half, rank), counts in zip(upper, lower, strict=True)
         ]
 
@@ -76,7 +76,7 @@ class LargestElements:
         return totals
 
 
-def _of_rank(counts: Counts, rank: int) -> tuple[int, int]:
+def _value_of_rank(counts: Counts, rank: int) -> tuple[int, int]:
     """Return the value of the element that has a rank from above (1: the largest), and its rank among its equals.
 
     counts: the number of elements of each value.
@@ -138,28 +138,35 @@ class Differences:
 
     def blended(self, numbers: Sequence[Doubles], run: Run) -> Doubles:
         base, *others = numbers
-        kept = np.stack([self._kept(which, base, other, run) for which, other in enumerate(others)])
-        total: Doubles = kept.sum(0)
-        if self.elects:
-            total = self._elected(kept, total)
-        return base + total
+        kept = [self._kept(which, base, other, run) for which, other in enumerate(others)]
+        total = _sum(kept)
+        return base + (self._elected(kept, total) if self.elects else total)
 
-    def _elected(self, kept: Doubles, total: Doubles) -> Doubles:
-        """The sum of the elements that have the sign of the sum of all, or their mean. kept [differences, elements]."""
-        agrees = np.sign(kept) == np.where(total >= 0, 1.0, -1.0)
-        elected: Doubles = (kept * agrees).sum(0)  # a product, so that NaN stays
+    def _elected(self, kept: Sequence[Doubles], total: Doubles) -> Doubles:
+        """The sum of the elements that have the sign of the sum of all, or their mean. kept: one for each difference."""
+        sign = np.where(total >= 0, 1.0, -1.0)
+        agrees = [np.sign(each) == sign for each in kept]
+        # Products, so that NaN stays.
+        elected = _sum(each * agreeing for each, agreeing in zip(kept, agrees, strict=True))
         if not self.averages:
             return elected
-        weight = np.zeros_like(elected)
-        for each, agreeing in zip(self.weights, agrees, strict=True):
-            weight += each * agreeing  # in this order, which a product of matrices doesn't promise
+        weight = _sum(each * agreeing for each, agreeing in zip(self.weights, agrees, strict=True))
         return elected / np.where(weight > 0, weight, 1.0)
 
     def _kept(self, which: int, base: Doubles, other: Doubles, run: Run) -> Doubles:
-        """What is kept of a weighted difference; 0 elsewhere."""
+        """The kept elements of a weighted difference; 0 elsewhere."""
         difference = difference_of(other, base)
         keeps = self.trim.keeps(which, difference, run)
         return np.where(keeps, difference * (self.weights[which] * self.trim.factor), 0.0)
+
+
+def _sum(terms: Iterable[Doubles]) -> Doubles:
+    """The sum in this order, which numpy's sum along an axis and products of matrices don't promise."""
+    first, *rest = terms
+    total = first.copy()
+    for each in rest:
+        total += each
+    return total
 
 
 def difference_of(number: Doubles, base: Doubles) -> Doubles:

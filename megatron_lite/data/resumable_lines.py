@@ -38,7 +38,7 @@ class ResumableLines:
         self._number = 0
         self._keeps = resume and path.exists()
         self._replaces = not self._keeps
-        """Whether an older file's content is to be removed."""
+        """True if an older file's content is to be removed."""
         self._file: BinaryIO | None = None
 
     def start(self, total: int | None = None, check: Check = lambda number, line: None) -> None:

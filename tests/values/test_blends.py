@@ -137,15 +137,21 @@ def test_a_part_of_a_blend_is_the_part_of_the_whole(method: str) -> None:
     assert torch.equal(torch.from_numpy(part).view(torch.bfloat16), whole[3:8, 11:18])
 
 
-def test_a_part_of_many_models_is_the_part_of_the_whole_to_the_last_bit() -> None:
-    tensors = [drawn(seed, (64, 40)) for seed in range(7)]
-    weights = (1.0, 0.1, 0.7, 1 / 3, 2.3, 0.9)
-    made = blended(tensors, AverageMethod("ties", 1.0), weights)
+@pytest.mark.parametrize("width", [1, 7])
+@pytest.mark.parametrize("method", ["ties", "dare", "dare-ties"])
+def test_a_part_of_many_models_is_the_part_of_the_whole_to_the_last_bit(
+    method: str, width: int
+) -> None:
+    tensors = [drawn(seed, (64, 40)) for seed in range(11)]
+    weights = (1.0, 0.1, 0.7, 1 / 3, 2.3, 0.9, 1.7, 0.6, 1.1, 0.3)
+    made = blended(tensors, AverageMethod(method, 1.0), weights)
     whole = as_torch(made)
-    for col in range(33):
-        part = np.empty((5, 8 * 7), np.uint8)
-        made.read_into(Box(3, 8, col, col + 7), part)
-        assert torch.equal(torch.from_numpy(part).view(torch.float64), whole[3:8, col : col + 7])
+    rows = 1 if width == 1 else 5
+    for col in range(40 - width):
+        part = np.empty((rows, 8 * width), np.uint8)
+        made.read_into(Box(3, 3 + rows, col, col + width), part)
+        expected = whole[3 : 3 + rows, col : col + width]
+        assert torch.equal(torch.from_numpy(part).view(torch.float64), expected)
 
 
 @pytest.mark.parametrize("method", ["slerp", "ties", "dare", "dare-ties"])

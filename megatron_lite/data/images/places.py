@@ -59,7 +59,7 @@ class Images:
 
     @property
     def count(self) -> int:
-        """How many different images there are."""
+        """Number of different images."""
         return len(np.unique(self.numbers))
 
     @property
