@@ -7,6 +7,7 @@
 
 The numbers cover the weight, the gradient, the fp32 master weight and Adam's two moments. Activations are not included.
 Data-parallel ranks may share more: `optim_grads` also shards the gradients, `optim_grads_params` the weights too.
+Megatron-FSDP keeps sharded weights beside their fp32 masters. megatron_lite makes them from the masters, and keeps none.
 
 An optimizer with one state tensor (momentum) needs 4 bytes less in the shared part. Source:
 docs/user-guide/features/dist_optimizer.md of Megatron-LM, core 0.19.
@@ -41,27 +42,48 @@ SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron's names for the state that data-parallel ranks shard, from nothing to everything (ZeRO 0 to 3)."""
 
 
-def bytes_per_parameter(
+class Shares(NamedTuple):
+    """Bytes of one parameter on one rank."""
+
+    weight: float
+    gradient: float
+    state: float
+
+
+def shares_per_parameter(
     dtype: str,
     data_parallel: float,
+    sharding: str,
     *,
-    distributed_optimizer: bool = False,
-    sharding: str | None = None,
     states: int = MOMENTS,
-) -> float:
-    """Bytes of one parameter on one rank.
+    keeps_sharded_weights: bool = True,
+) -> Shares:
+    """Return the bytes of one parameter on one rank.
 
-    data_parallel: number of ranks that hold the same parameters and share them evenly. states: number of float32 state
-    tensors. sharding: one of SHARDING; None: `optim` with a distributed optimizer, else `no_shard`.
+    data_parallel: number of ranks that hold the same parameters and share them evenly. sharding: one of SHARDING.
+    states: number of float32 state tensors. keeps_sharded_weights: whether sharded weights stay beside float32 masters.
     Raises UsageError for a dtype that training doesn't support.
     """
     if dtype not in BYTES_PER_PARAMETER:
         raise UsageError(
             f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}"
         )
-    kept = BYTES_PER_PARAMETER[dtype]
+    kept, level = BYTES_PER_PARAMETER[dtype], SHARDING.index(sharding)
     state = kept.state - (MOMENTS - states) * FLOAT32
-    # In the order in which the levels of sharding begin to share them.
-    in_order = (state, kept.gradient, kept.weight)
-    level = SHARDING.index(sharding or ("optim" if distributed_optimizer else "no_shard"))
-    return sum(in_order[level:]) + sum(in_order[:level]) / data_parallel
+    shards_weight = level > SHARDING.index("optim_grads")
+    # A float32 weight is its own master.
+    has_master = dtype != "float32"
+    keeps_weight = keeps_sharded_weights or not (shards_weight and has_master)
+    return Shares(
+        weight=kept.weight / (data_parallel if shards_weight else 1) if keeps_weight else 0,
+        gradient=kept.gradient / (data_parallel if level > SHARDING.index("optim") else 1),
+        state=state / (data_parallel if level > SHARDING.index("no_shard") else 1),
+    )
+
+
+def bytes_per_parameter(
+    dtype: str, data_parallel: float, *, distributed_optimizer: bool = False, states: int = MOMENTS
+) -> float:
+    """Return the bytes of one parameter on one rank: the sum of shares_per_parameter."""
+    sharding = "optim" if distributed_optimizer else "no_shard"
+    return sum(shares_per_parameter(dtype, data_parallel, sharding, states=states))

@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass, fields
 from operator import mul
-from typing import NamedTuple
 
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
-from megaconv.model.memory import BYTES_PER_PARAMETER, SHARDING
+from megaconv.model.memory import BYTES_PER_PARAMETER, Shares, shares_per_parameter
 from megaconv.model.rank_share import RankShare
 from megaconv.model.table import canonical_shapes
 from megaconv.planning.activations import on_their_way
@@ -46,23 +45,17 @@ class MemoryParts:
         return {part.name: float(getattr(self, part.name)) for part in fields(self)}
 
 
-class State(NamedTuple):
-    """Bytes of a rank's parameters."""
+def state_bytes(run: Run, share: RankShare) -> Shares:
+    """Return the bytes of a rank's parameters, as Megatron-LM keeps them.
 
-    weights: float
-    gradients: float
-    optimizer: float
-
-
-def state_bytes(run: Run, share: RankShare) -> State:
-    """Return the bytes of a rank's parameters. share: its parameters, sharded or not over data-parallel ranks."""
-    kept, level = BYTES_PER_PARAMETER[run.dtype], SHARDING.index(run.sharding)
-    whole = share.parameters
-    part = share.dense / run.replicas + share.experts / run.expert_dp
-    return State(
-        weights=kept.weight * (part if level > 2 else whole),
-        gradients=kept.gradient * (part if level > 1 else whole),
-        optimizer=kept.state * (part if level > 0 else whole),
+    share: its parameters, sharded or not over data-parallel ranks.
+    """
+    dense = shares_per_parameter(run.dtype, run.replicas, run.sharding)
+    experts = shares_per_parameter(run.dtype, run.expert_dp, run.sharding)
+    return Shares(
+        weight=share.dense * dense.weight + share.experts * experts.weight,
+        gradient=share.dense * dense.gradient + share.experts * experts.gradient,
+        state=share.dense * dense.state + share.experts * experts.state,
     )
 
 
@@ -73,9 +66,9 @@ def rank_memory(run: Run, stage: Stage, largest_layer: int) -> MemoryParts:
     if run.sharding == "optim_grads_params":
         buffers += GATHERED * largest_layer * (kept.weight + kept.gradient)
     return MemoryParts(
-        weights=state.weights,
-        gradients=state.gradients,
-        optimizer=state.optimizer,
+        weights=state.weight,
+        gradients=state.gradient,
+        optimizer=state.state,
         activations=_activations(run, stage),
         logits=_logits(run, stage),
         buffers=buffers,

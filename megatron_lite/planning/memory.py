@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from megaconv.model.memory import BYTES_PER_PARAMETER, bytes_per_parameter
+from megaconv.model.memory import shares_per_parameter
 from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations
 from megatron_lite.optimizer.algorithm import Algorithm
@@ -184,9 +184,12 @@ def _buckets_of_whole(run: Described, pp_rank: int, dealer: Dealer) -> Iterator[
 def _bytes_each(run: Described, held: Held) -> float:
     # This trainer's gradients are float32 in fp16 too, so fp16 needs the bytes that Megatron needs for bf16.
     dtype = "float32" if run.options.dtype == "float32" else "bfloat16"
-    states = len(held.optimizer.state)
     sharding = run.optimizer.sharding if run.run.replicas > 1 else "no_shard"
-    each = bytes_per_parameter(dtype, held.ranks, sharding=sharding, states=states)
-    # Sharded parameters are made from their float32 masters, and not kept beside them.
-    without_weight = sharding == "optim_grads_params" and dtype != "float32"
-    return each - BYTES_PER_PARAMETER[dtype].weight / held.ranks if without_weight else each
+    shares = shares_per_parameter(
+        dtype,
+        held.ranks,
+        sharding,
+        states=len(held.optimizer.state),
+        keeps_sharded_weights=False,
+    )
+    return sum(shares)

@@ -1,11 +1,14 @@
 """Plans equal what runs do: counted in small runs, and compared with published numbers of large ones."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
+from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations, recomputed_bytes
 from megaconv.planning.bubble import bubble, timeline
+from megaconv.planning.rank_memory import state_bytes
 from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.settings.options import LoRA, Recompute
@@ -157,6 +160,29 @@ def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(
         most[pp_rank] = max(most[pp_rank], found)
         assert planned.kind == "muon" or found == pytest.approx(stages[pp_rank].kept, rel=0.05)
     assert most == pytest.approx([stage.kept for stage in stages], rel=0.05)
+
+
+SHARDED = [{"distributed": False}, *({"distributed": True, "zero": zero} for zero in (1, 2, 3))]
+MORE = {
+    ("bfloat16", "optim_grads_params"): 18 / 4 - 16 / 4,
+    ("float16", "no_shard"): 20 - 18,
+    ("float16", "optim"): (4 + 16 / 4) - (6 + 12 / 4),
+    ("float16", "optim_grads"): (2 + 18 / 4) - (2 + 16 / 4),
+    ("float16", "optim_grads_params"): 20 / 4 - 16 / 4,
+}
+"""Bytes of a parameter that Megatron-LM keeps on 4 ranks beside those that this trainer keeps."""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("sharded", SHARDED, ids=str)
+def test_both_plans_count_the_same_state_but_for_what_only_megatron_lm_keeps(
+    dtype: str, sharded: dict[str, Any]
+) -> None:
+    described = Planned("llama", dp=4, dtype=dtype, **sharded).described()
+    [stage] = stage_memory(described)
+    of_megatron = sum(state_bytes(described.run, RankShare(stage.parameters, 0)))
+    more = MORE.get((dtype, described.run.sharding), 0)
+    assert of_megatron - stage.kept == more * stage.parameters
 
 
 @pytest.mark.parametrize("distributed", [False, True])
