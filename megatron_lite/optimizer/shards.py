@@ -5,7 +5,7 @@ The parts are those of the distributed optimizer. So checkpoints are the same, a
 Gradients: each backward pass adds up the whole bucket in float32 in scratch memory, which exists only until ranks have
 summed it. Each rank adds its part of the sum to its own gradients.
 
-Parameters: the whole bucket has memory only around its use (schedule.py). All parameters are views of one storage, which
+Parameters: the whole bucket has memory only around its use (fetching.py). All parameters are views of one storage, which
 loses its memory and gets it back, so modules and autograd keep their tensors. This rank's part is the float32 master.
 """
 

@@ -1,19 +1,25 @@
 """Gradients and parameters that data-parallel ranks shard: the memory that exists for a time, and the number of collectives.
 
-optimizer/shards.py has the buckets, optimizer/schedule.py the times at which parameters are fetched and freed.
+optimizer/shards.py has the buckets, optimizer/fetching.py the times at which parameters are fetched and freed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import NamedTuple
 
 from megaconv.model.layout import Chunk
 from megatron_lite.optimizer.algorithms import make_dealer
+from megatron_lite.optimizer.fetching import Fetching
 from megatron_lite.optimizer.filling import Filling, fill, unit_of
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.stages import Described
 
 FLOAT32 = 4
+EMBEDDING, HEAD = "embedding", "output_layer"
+FURTHER = "mtp."
+"""The beginning of the names of layers that predict further tokens."""
 
 
 class Times(NamedTuple):
@@ -35,26 +41,93 @@ def bucket_times(run: Described, index: int, chunk: Chunk) -> Iterator[Times]:
         yield from (Times(filling, reduced, 1) for filling in trained)
         return
     fillings = [*trained, *_frozen_fillings(run, index, chunk)]
-    infos = run.in_order(index, chunk)
-    kept = _kept_for_backward(run, infos, chunk)
-    bucket_of = {member.info.name: each for each in fillings for member in each.members}
-    units = [list(unit) for _, unit in groupby(_of_buckets(infos, bucket_of), key=unit_of)]
-    for filling in fillings:
-        uses = [any(bucket_of[info.name] is filling for info in unit) for unit in units]
-        passes = _runs(uses)
-        if not any(info.name in kept for info in _members(filling)):
-            backward = [
-                use and _needs_parameters(unit) for use, unit in zip(uses, units, strict=True)
-            ]
-            passes += _runs(backward)
+    fetched = _fetched(run, run.in_order(index, chunk), chunk, fillings)
+    for filling, times in zip(fillings, fetched, strict=True):
         is_trained = filling.first.trained
-        yield Times(filling, reduced if is_trained else 0, passes * run.run.microbatches)
+        yield Times(filling, reduced if is_trained else 0, times * run.run.microbatches)
 
 
-def _of_buckets(
-    infos: Sequence[ParameterInfo], bucket_of: dict[str, Filling]
-) -> list[ParameterInfo]:
-    return [info for info in infos if info.name in bucket_of]
+@dataclass
+class _Bucket:
+    """The parameters of a bucket, whose fetches are counted."""
+
+    present: bool = False
+    fetched: int = 0
+
+    def start(self) -> None:
+        self.fetched += not self.present
+        self.present = True
+
+    def ready(self) -> None:
+        self.start()
+
+    def release(self) -> None:
+        self.present = False
+
+
+def _fetched(
+    run: Described, infos: Sequence[ParameterInfo], chunk: Chunk, fillings: Sequence[Filling]
+) -> list[int]:
+    """Return how often the two passes of a microbatch gather each bucket."""
+    buckets = [_Bucket() for _ in fillings]
+    bucket_of = {
+        member.info.name: bucket
+        for filling, bucket in zip(fillings, buckets, strict=True)
+        for member in filling.members
+    }
+
+    def of(found: Iterable[ParameterInfo]) -> list[_Bucket]:
+        return [bucket_of[info.name] for info in found if info.name in bucket_of]
+
+    units = _units(infos, chunk)
+    fetching = Fetching(
+        [of(unit.infos) for unit in units],
+        of(_held(run, infos, chunk)),
+        # The backward pass of the embedding needs only the tokens.
+        needs_parameters=[unit.name != EMBEDDING for unit in units],
+        ahead=run.optimizer.overlap_param_gather,
+    )
+    calls = _calls([unit.name for unit in units], chunk)
+    fetching.begin(backward=False)
+    for number in calls:
+        fetching.before_forward(number)
+        fetching.after_forward(number)
+    fetching.end(backward_follows=run.sizes.layout.pp == 1)
+    fetching.begin(backward=True)
+    for number in reversed(calls):
+        fetching.before_backward(number)
+    fetching.end(backward_follows=False)
+    return [bucket.fetched for bucket in buckets]
+
+
+class _Unit(NamedTuple):
+    """A layer, or a module outside the layers."""
+
+    name: str
+    infos: list[ParameterInfo]
+
+
+def _units(infos: Sequence[ParameterInfo], chunk: Chunk) -> list[_Unit]:
+    """Return the units in the order of a forward pass: the layers of further tokens come after the head."""
+    found = [_Unit(name, list(unit)) for name, unit in groupby(infos, key=_module)]
+    further = [unit for unit in found if unit.name.startswith(FURTHER)]
+    own = [unit for unit in found if unit not in further]
+    if chunk.is_last and all(unit.name != HEAD for unit in own):
+        own.append(_Unit(HEAD, []))  # a tied head has no parameters
+    return own + further
+
+
+def _calls(names: Sequence[str], chunk: Chunk) -> list[int]:
+    """Return the numbers of the units that a forward pass calls, in order.
+
+    Each further token needs the embedding before its layer, and the head after it.
+    """
+    further = [number for number, name in enumerate(names) if name.startswith(FURTHER)]
+    first = 0 if chunk.embeds or EMBEDDING not in names else 1
+    calls = list(range(first, len(names) - len(further)))
+    for number in further:
+        calls += [names.index(EMBEDDING), number, names.index(HEAD)]
+    return calls
 
 
 def _fillings(run: Described, trained: Sequence[ParameterInfo]) -> list[Filling]:
@@ -68,34 +141,11 @@ def _frozen_fillings(run: Described, index: int, chunk: Chunk) -> list[Filling]:
     return fill(frozen, run.optimizer.bucket_elements, lambda _: False)
 
 
-def _members(filling: Filling) -> list[ParameterInfo]:
-    return [member.info for member in filling.members]
-
-
-def _runs(uses: Sequence[bool]) -> int:
-    """Return the number of runs of units that use a bucket. It is freed after each run."""
-    return sum(1 for used, _ in groupby(uses) if used)
-
-
-def _needs_parameters(unit: Sequence[ParameterInfo]) -> bool:
-    """Return whether the backward pass of a unit needs its parameters. The embedding's needs only the tokens."""
-    return not unit[0].name.startswith("embedding.")
-
-
-def _kept_for_backward(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -> set[str]:
-    """Return the parameters that stay between a forward pass and its backward pass: with one stage, the last unit's."""
-    if run.sizes.layout.pp > 1:
-        return set()
-    if run.config.tie_embeddings and chunk.is_first and chunk.is_last:
-        shared = {info.name for info in infos if info.name.startswith("embedding.")}
-        return shared | {info.name for info in infos if info.name.startswith("output_layer.")}
-    last = _module(infos[-1])
-    return {info.name for info in infos if _module(info) == last}
-
-
 def _module(info: ParameterInfo) -> str:
-    """Return the unit's module: a layer, or a module outside the layers."""
+    """Return the unit's module: a layer, or a module outside the layers. The head of a T5 is inside another module."""
     unit = unit_of(info)
+    if HEAD in unit:
+        return HEAD
     return unit if ".layers." in unit else unit.partition(".")[0]
 
 
@@ -114,7 +164,8 @@ def passing_bytes(run: Described, pp_rank: int) -> int:
         found = FLOAT32 * trained
         if optimizer.shards_parameters:
             frozen = _largest_pair(_frozen_fillings(run, index, chunk))
-            found += run.run.itemsize * (trained + frozen + _held(run, infos, chunk))
+            held = sum(prod(info.native.shape) for info in _held(run, infos, chunk))
+            found += run.run.itemsize * (trained + frozen + held)
         most = max(most, found)
     return most
 
@@ -125,16 +176,8 @@ def _largest_pair(fillings: Sequence[Filling]) -> int:
     return max((sum(sizes[first : first + 2]) for first in range(len(sizes))), default=0)
 
 
-def _held(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -> int:
-    """Return the elements of an embedding that stays in memory during a whole pass, because the head uses it too."""
-    if not (run.config.tie_embeddings and chunk.is_first and chunk.is_last):
-        return 0
-    of_embedding = (info for info in infos if info.name.startswith("embedding."))
-    return sum(_elements(info) for info in of_embedding)
-
-
-def _elements(info: ParameterInfo) -> int:
-    found = 1
-    for length in info.native.shape:
-        found *= length
-    return found
+def _held(run: Described, infos: Sequence[ParameterInfo], chunk: Chunk) -> list[ParameterInfo]:
+    """Return the parameters of an embedding that stays in memory during a whole pass, because the head uses it too."""
+    if not (run.config.tie_embeddings and chunk.is_last):
+        return []
+    return [info for info in infos if _module(info) == EMBEDDING]

@@ -23,8 +23,12 @@ from megatron_lite.planning.work import Work
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
 
-BEFORE, BEHIND = -1, 1 << 30
-"""Places before and after all layers, for sorting."""
+PARTS = (
+    "embedding", "layer_inputs", "encoder", "decoder", "mtp", "head_projection", "lm_head", "output_layer", "pooler", "binary_head",
+)  # fmt: skip
+"""The parts of a model in the order of its modules. Others follow."""
+BEHIND = 1 << 30
+"""The place after all layers, for sorting."""
 UNTRAINED = ("router.expert_bias", ".layer_scalar", ".activation_func.beta", ".activation_func.eps")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -187,9 +191,8 @@ def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:
     return Kind.VOCABULARY if native.name in VOCABULARY else Kind.SHARDED
 
 
-def _place(name: str) -> int:
-    """Return the sort key of a parameter in a forward pass: the number of its layer."""
+def _place(name: str) -> tuple[int, int]:
+    """Return the sort key of a parameter in the order of modules: its part of the model, and the number of its layer."""
     parts = name.split(".")
-    if parts[1:2] == ["layers"]:
-        return int(parts[2])
-    return BEFORE if parts[0] in ("embedding", "layer_inputs") else BEHIND
+    part = PARTS.index(parts[0]) if parts[0] in PARTS else len(PARTS)
+    return part, int(parts[2]) if parts[1:2] == ["layers"] else BEHIND
