@@ -4,7 +4,8 @@ The table lists the elements that a token leaves in a layer, in the model's dtyp
 widths of all heads together; f is the MLP's width. Each is divided by tp, but h only with sequence parallelism:
 
     attention   h (its input) + h (normed) + (q + 2 kv) (the fused product) + q and, rotated by rope, kv (input of attention) + q (output)
-    latent      h + h + ranks of q and kv + q + its k and v + output
+    latent      h + h + twice the ranks of q and kv + q + k and v as attention takes them + output; v and output are as wide as k,
+                and the output is kept once more if v is narrower
     MLP         h + h + f (2 f if gated; more for some activation functions, see mlps.py) + f (activated)
     experts     k times (2 h + f or 2 f + f), and h twice; if etp ranks share each expert, they have the rows of all of these,
                 h once more for each, and f / etp of them; rows of padding count too

@@ -136,11 +136,18 @@ ATTENTION = MixerCost(
 
 
 def _latent_elements(config: ModelConfig, _: LayerKind) -> float:
-    """Return the latent vectors, q, k and v as they are made and as attention takes them, and attention's output."""
+    """Return the latent vectors and what their norms give, queries, keys, values, and attention's output.
+
+    Values narrower than keys are padded, so attention keeps wide values and a wide output, and the next matrix keeps the narrow
+    output. Other values are kept in one product with the part of keys that doesn't rotate.
+    """
     attention, latent = config.attention, config.latent
-    q, values = attention.heads * attention.head_dim, attention.heads * latent.v_dim
-    latents = latent.q_rank + latent.kv_rank + latent.rope_dim
-    return 2 * q + q + values + latents + values
+    wide, values = attention.head_dim, latent.v_dim
+    latents = 2 * (latent.q_rank + latent.kv_rank)
+    padded = 2 * wide + values
+    product = (wide - latent.rope_dim) + values
+    of_values = padded if values < wide else product + values
+    return attention.heads * (2 * wide + of_values) + latents
 
 
 def _latent_input_width(config: ModelConfig) -> int:

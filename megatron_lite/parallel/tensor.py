@@ -125,7 +125,9 @@ class _JoinedColumns(torch.autograd.Function):
         ctx.ranks = ranks
         assert ranks.group is not None
         parts = comm.gathered(x.unsqueeze(0), ranks.group)
-        return ranks.own_part(parts.permute(1, 2, 0, 3).flatten(2)).contiguous()
+        whole = parts.permute(1, 2, 0, 3).flatten(2)
+        # A view of the own tokens would keep the memory of all tokens.
+        return ranks.own_part(whole).clone() if ranks.sequence else whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -59,6 +59,7 @@ MODELS = {
     "mixture": MIXTURE,
     "bert": BERT,
     "t5": T5,
+    "latent, wide values": changed(DECODERS["deepseek_v3"], {"latent.v_dim": 32}),
     "llama, scores": changed(DECODERS["llama"], SCORED),
 }
 SOURCE_SEQUENCE = 24

@@ -252,6 +252,16 @@ def test_activations_of_a_context_rank_are_those_of_its_tokens(how: str, world: 
         assert found == pytest.approx(activations(planned.described().run, 0), rel=0.1)
 
 
+@pytest.mark.parametrize("model", ["further tokens", "deepseek_v3", "latent, wide values"])
+def test_activations_of_tensor_ranks_are_those_of_latent_attention(
+    model: str, world: World
+) -> None:
+    """Values as wide as keys aren't padded. The joined input of a further token's layer keeps the rank's own tokens alone."""
+    planned = Planned(model, tp=2, sequence=True, wider=4, microbatches=1, dtype="bfloat16")
+    for found in world.run(2, bytes_of_a_pass_by, planned):
+        assert found == pytest.approx(activations(planned.described().run, 0), rel=0.06)
+
+
 def test_recomputed_activations_are_not_counted_as_kept() -> None:
     plain, selective, full = (
         activations(Planned(recompute=Recompute(granularity), microbatches=1).described().run, 0)
