@@ -10,14 +10,11 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
-import multiprocessing
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,8 +33,7 @@ from megatron_lite.data.recipes.outputs import (
     take_place,
 )
 from megatron_lite.data.recipes.removal import REASON, Report, Share
-from megatron_lite.data.text_pipeline import start_worker
-from megatron_lite.processes.interrupts import delayed_interrupts
+from megatron_lite.data.recipes.task_pool import TaskPool
 
 PACKAGE = "datatrove"
 SHOWN = 3
@@ -251,35 +247,11 @@ def _execute(stage: Stage, workers: int, logs: Path) -> None:
     workers = min(workers, stage.tasks)
     if workers == 1:
         executor.run()
-    else:
-        _run_in_processes(executor, workers)
-
-
-def _run_in_processes(executor: Any, workers: int) -> None:
-    """Run the incomplete tasks in processes. datatrove's own pool waits for ever if a process is killed.
-
-    Raises CheckpointError for a killed process, and the first error of a task, which ends the other tasks.
-    """
-    others = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=start_worker)
-    try:
-        with delayed_interrupts():
-            tasks = executor.get_incomplete_ranks()
-            futures = [pool.submit(executor._run_for_rank, task) for task in tasks]
-        for future in as_completed(futures):
-            future.result()
-    except BaseException as error:
-        for process in set(multiprocessing.active_children()) - others:
-            process.terminate()  # a task may take hours
-        if isinstance(error, BrokenProcessPool):
-            raise CheckpointError(
-                "a worker process was killed, perhaps for want of memory; give fewer --workers, and --resume"
-            ) from None
-        raise
-    finally:
-        with delayed_interrupts():
-            pool.shutdown(cancel_futures=True)
+        return
+    with TaskPool(workers, "spawn", "give fewer --workers, and --resume") as pool:
+        tasks = executor.get_incomplete_ranks()
+        for _ in pool.imap_unordered(executor._run_for_rank, tasks):
+            pass
 
 
 @contextmanager

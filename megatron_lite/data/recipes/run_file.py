@@ -19,6 +19,7 @@ from megaconv.errors import CheckpointError, UsageError
 from megaconv.local_paths import local_path
 from megatron_lite.data.packages import package
 from megatron_lite.data.recipes.pipeline import require_datatrove
+from megatron_lite.data.recipes.task_pool import watched_pools
 
 DESCRIPTION = "Run a Python file with a pipeline of datatrove."
 
@@ -62,9 +63,10 @@ def run(given: argparse.Namespace) -> RunReport:
     executors = _executors(_loaded(given.file), given)
     for executor in executors:
         try:
-            executor.run()
-        except CheckpointError:
-            raise
+            with watched_pools():
+                executor.run()
+        except CheckpointError as error:
+            raise CheckpointError(f"{given.file}: {error}") from error
         except Exception as error:  # a user's step may raise anything
             raise CheckpointError(f"{given.file}: {type(error).__name__}: {error}") from error
     return RunReport(str(given.file), [type(executor).__name__ for executor in executors])

@@ -310,6 +310,47 @@ def test_a_file_without_a_pipeline_is_refused(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+LOCAL_RECIPE = """
+import os, signal
+from datatrove.executor.local import LocalPipelineExecutor
+from pathlib import Path
+
+OUT = Path({out!r})
+
+def of_a_module(data, rank, world_size):
+    yield from data
+    (OUT / f"done{{rank}}").touch()
+
+def may_die(data, rank, world_size):
+    if rank == 1 and not (OUT / "spare").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    yield from ()
+
+steps = [may_die, of_a_module, lambda data, rank, world_size: data]
+executor = LocalPipelineExecutor(steps, tasks=3, workers=2, logging_dir={logs!r})
+"""
+
+
+def test_a_killed_process_of_a_pipeline_ends_the_run_and_the_next_run_continues(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """datatrove's own pool would wait for ever. The tasks hold functions without a name."""
+    logs = tmp_path / "logs"
+    recipe = tmp_path / "recipe_that_dies.py"
+    recipe.write_text(LOCAL_RECIPE.format(out=str(tmp_path), logs=str(logs)))
+    assert run("run", recipe) == 1
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "error:" in line)
+    assert line.endswith(
+        "recipe_that_dies.py: a worker process was killed, perhaps for want of memory; give fewer workers, and run it again"
+    )
+    assert not (tmp_path / "done1").exists()
+    (tmp_path / "spare").touch()
+    assert run("run", recipe) == 0
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done0", "done1", "done2"]
+    assert len(list((logs / "completions").iterdir())) == 3
+    assert (logs / "stats.json").is_file()
+
+
 STUBS = {
     "sbatch": (
         'script="${@: -1}"\n'
