@@ -23,6 +23,15 @@ def require_torch(what: str, extras: str = "torch") -> None:
         raise UsageError(f"{what} needs torch ({error}); {install(extras)}") from error
 
 
+def require_tokenizers(what: str) -> Any:
+    """The module tokenizers. Raises UsageError if it isn't installed. what: the feature that needs it, for the message."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UsageError(f"{what} needs tokenizers ({error}); {install('data')}") from error
+    return tokenizers
+
+
 def require_transformers(what: str) -> Any:
     """The module transformers. Raises UsageError without torch or transformers 5. what: the feature that needs them."""
     require_torch(what, extras="torch,data")

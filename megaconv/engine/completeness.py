@@ -63,7 +63,7 @@ def tokens_without_rows(header: Header) -> tuple[str, ...]:
     first = beyond[0]
     return (
         f"the tokenizer has {counted(len(beyond), 'token')} without a row in the embedding, which has {header.config.vocab} rows: "
-        f"{added[first]!r:.40} is token {first}. If the model was trained with these tokens, resize it first (resize_token_embeddings)",
+        f"{added[first]!r:.40} is token {first}. --vocab-size {beyond[-1] + 1} adds rows",
     )
 
 

@@ -18,6 +18,7 @@ from megaconv.engine.coverage import require_complete
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import combine
 from megaconv.engine.lineage import lineage_of, source_name
+from megaconv.engine.new_vocabulary import NewVocabulary, with_vocabulary
 from megaconv.engine.opening import description_of, open_source
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
@@ -60,7 +61,7 @@ def open_input(
     }
     read, written = registry.share_options(options.all_extra(), takers)
     try:
-        if options.layers is None:  # the sizes are those of the output's layers
+        if options.layers is None and not options.vocabulary.is_given:  # the output's sizes count
             refuse_sizes(saver, found.place, load, options.save)
         load = replace(load, extra=read)
         return _computed(open_source(found, load), found, load, options), written
@@ -73,18 +74,27 @@ def open_input(
 
 
 def _computed(source: Source, found: Input, load: LoadOptions, options: ConvertOptions) -> Source:
-    """The source, averaged with others, with its chosen layers. Each only if asked for."""
+    """The source, averaged with others, with its chosen layers and vocabulary. Each only if asked for."""
     if options.averaged:
         source = averaged(source, found, load, options)
-    if options.layers is None:
-        return source
+    if options.layers is not None:
+        _refuse_together("--layers", "layers", options)
+        source = with_layers(source, options.layers, found.given)
+    if options.vocabulary.is_given:
+        asked = "--vocab-size" if options.vocabulary.tokenizer is None else "--tokenizer"
+        _refuse_together(asked, "tokens", options)
+        source = with_vocabulary(source, options.vocabulary, found.given)
+    return source
+
+
+def _refuse_together(asked: str, parts: str, options: ConvertOptions) -> None:
+    """Raises UsageError for options that need the parts that the input has."""
     if options.adapters:
-        raise UsageError("--layers and --adapter are two conversions: merge the adapter first")
+        raise UsageError(f"{asked} and --adapter are two conversions: merge the adapter first")
     if options.save.base is not None:
         raise UsageError(
-            "--layers and --base: the original has other layers than the output; leave --base out"
+            f"{asked} and --base: the original has other {parts} than the output; leave --base out"
         )
-    return with_layers(source, options.layers, found.given)
 
 
 def prepare(
@@ -113,7 +123,8 @@ def prepare(
     if check.unlike and not options.averaged:  # averaged() has compared each model
         require_own_base(found, opened, workers_of(options))
     plan = saver.plan(header, save)
-    plan = replace(plan, notices=(*_notices(header, reason, found, options), *plan.notices))
+    notices = (*_notices(header, reason, found, options), *_notice_of_rows(opened))
+    plan = replace(plan, notices=(*notices, *plan.notices))
     require_complete(plan, header.manifest)
     target = str(save_dir) if is_store(str(save_dir)) else Path(save_dir)
     report = _report(found, target, saver, options, streamed, plan, check)
@@ -143,6 +154,12 @@ def _notices(
         yield f"tensors keep their names and shapes: {unknown.why}"
     if reason is not None:
         yield f"optimizer state: {reason}"
+
+
+def _notice_of_rows(opened: Source) -> Iterator[str]:
+    """The notice about rows for new tokens, if there is one."""
+    if isinstance(opened, NewVocabulary) and opened.notice:
+        yield opened.notice
 
 
 class _Streamed(NamedTuple):
@@ -192,11 +209,12 @@ def _checked(
     """The comparison of the source with its own record, unless the user has switched it off."""
     if not options.check_source:
         return SourceCheck()
-    origins = opened.origins if isinstance(opened, ChosenLayers) else {}
+    whole = opened.whole if isinstance(opened, NewVocabulary) else opened
+    origins = whole.origins if isinstance(whole, ChosenLayers) else {}
     is_overridden = options.load.config is not None or options.load.true_vocab_size is not None
     return check_source(
         found.place,
-        opened.whole if isinstance(opened, ChosenLayers) else opened,
+        whole.whole if isinstance(whole, ChosenLayers) else whole,
         {origins.get(key, key): info for key, info in streamed.manifest.items()},
         other_shapes=is_overridden,
         other_dtypes=options.dtype is not None,
@@ -325,8 +343,8 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
         )
     if options.optimizer and options.computes_weights:
         raise UsageError(
-            "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter, --average "
-            "and --layers"
+            "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter, --average, "
+            "--layers, --vocab-size and --tokenizer"
         )
     is_wanted = (
         can_hold

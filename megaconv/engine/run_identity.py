@@ -15,6 +15,7 @@ from megaconv.errors import UsageError
 from megaconv.hub import Place
 from megaconv.model.ir import Header
 from megaconv.options import ConvertOptions
+from megaconv.options.vocabulary import VocabularyChoice
 
 _NAMED_FILES = 256
 """The largest number of source files that are compared one by one, so that a message can name the changed one."""
@@ -41,10 +42,19 @@ def run_identity(
         "--adapter": ", ".join(adapters) or "none",
         "--average": ", ".join(averaged) or "none",
         "--layers": "all" if options.layers is None else ",".join(map(str, options.layers)),
+        **_vocabulary(options.vocabulary),
         "--method": f"{method.method}, density {method.density}, seed {method.seed}",
         "--option": ", ".join(extra) or "none",
         "the source's revision": _digest(revision),
         **source_files(opened),
+    }
+
+
+def _vocabulary(chosen: VocabularyChoice) -> dict[str, str]:
+    return {
+        "--vocab-size": str(chosen.size),
+        "--tokenizer": str(chosen.tokenizer),
+        "--new-rows": chosen.new_rows,
     }
 
 
@@ -59,6 +69,7 @@ def source_digest(options: ConvertOptions, opened: OpenedFiles, revision: list[s
         options.averaged,
         astuple(options.average_method),
         options.layers,
+        _vocabulary(options.vocabulary),
         options.all_extra(),
         revision,
     ]

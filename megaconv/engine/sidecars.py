@@ -26,19 +26,22 @@ _MODULES, _MODULE_DIRECTORY = "modules.json", "[0-9]*_*"
 _FURTHER_WEIGHTS = ("value_head.safetensors", "value_head.bin")
 """Weights of a value head beside a model, as TRL and LLaMA-Factory store them."""
 
-_PATTERNS = (
-    # Tokenizers: of the tokenizers library and of transformers, SentencePiece, tiktoken, byte-pair and word-piece
+_OF_TOKENIZERS = (
+    # Those of the tokenizers library and of transformers, SentencePiece, tiktoken, byte-pair and word-piece
     # vocabularies.
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*.json", "vocab.txt", "vocab.bpe", "encoder.json", "merges.txt",
     "spiece*.model", "sentencepiece*.model", "*.spm", "spm*.model", "*bpe*.model", "*.tiktoken", "tiktoken.model", "tekken.json",
-    "bpe.codes", "dict.txt", "normalizer.json", "audio_tokenizer_config.json",
+    "bpe.codes", "dict.txt", "normalizer.json", "audio_tokenizer_config.json", "chat_template*",
+)  # fmt: skip
+"""Patterns of a tokenizer's files, in lower case, because names are compared in lower case."""
+_PATTERNS = (
     # Pre- and postprocessing: images, audio, several inputs, generated text.
     "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json",
-    "feature_extractor*.json", "generation_config.json", "chat_template*",
+    "feature_extractor*.json", "generation_config.json",
     # sentence-transformers: its modules, the longest text, prompts.
     "modules.json", "sentence_*config.json", "config_sentence_transformers.json",
 )  # fmt: skip
-"""Patterns in lower case, because names are compared in lower case."""
+"""Patterns of further files, in lower case."""
 _TERMS = (
     "license*", "licence*", "*license*.txt", "*license*.md", "notice*", "use_policy*", "usage_policy*", "copying*",
 )  # fmt: skip
@@ -84,7 +87,15 @@ def _is_own(subdirectory: Path) -> bool:
 def is_sidecar(name: str) -> bool:
     lower = name.lower()
     return not lower.endswith(_NEVER) and any(
-        fnmatchcase(lower, pattern) for pattern in (*_PATTERNS, *_TERMS)
+        fnmatchcase(lower, pattern) for pattern in (*_OF_TOKENIZERS, *_PATTERNS, *_TERMS)
+    )
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """True for a sidecar that belongs to the tokenizer, its chat templates included. name: its path below the directory."""
+    lower = name.lower()
+    return lower.startswith(f"{CHAT_TEMPLATES}/") or any(
+        fnmatchcase(lower, pattern) for pattern in _OF_TOKENIZERS
     )
 
 

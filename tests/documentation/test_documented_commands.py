@@ -322,6 +322,20 @@ def swift(target: Path) -> None:
     write_swift(target, exported=model)
 
 
+def larger_tokenizer(model: Path) -> Make:
+    """The tokenizer of a model with one more token."""
+
+    def write(target: Path) -> None:
+        from tokenizers import Tokenizer
+
+        made = Tokenizer.from_file(str(model / "tokenizer.json"))
+        made.add_special_tokens(["<tool>"])
+        target.mkdir(parents=True)
+        made.save(str(target / "tokenizer.json"))
+
+    return write
+
+
 def usual(llama: Path) -> dict[str, Make]:
     """The files and directories that commands of any page name -> how to make a small one."""
     llamas = (
@@ -338,6 +352,7 @@ def usual(llama: Path) -> dict[str, Make]:
     return {
         **dict.fromkeys((*llamas, *chats), copy_of(llama)),
         "ckpt": converted(llama, "--saver", "core", "--tp", "2"),
+        "my-tokenizer": larger_tokenizer(llama),
         "my-adapter": write_adapter,
         "mlx-adapter": write_mlx_adapter,
         "run": optimizer,

@@ -1,0 +1,163 @@
+"""--vocab-size and --tokenizer: a model with more or fewer tokens, or with another tokenizer beside it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from formats.tensor import LazyTensor
+from formats.wording import counted
+from megaconv.engine.new_tokenizer import NewTokenizer, without_tokenizer
+from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
+from megaconv.families import family
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
+from megaconv.model.table import canonical_shapes
+from megaconv.options.vocabulary import MEAN, PIECES, ZERO, VocabularyChoice
+from megaconv.values.cast import FLOATS
+from megaconv.values.resized import ResizedTensor
+
+
+@dataclass(frozen=True)
+class NewVocabulary:
+    """A model's weights, with other rows at the end of its embedding and head."""
+
+    whole: Source
+    """The model as it was."""
+    header: Header
+    new: "_NewTokens"
+    notice: str
+    """A line for people; empty if no row is added or taken away."""
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        """Yield the tensors in the order of the manifest."""
+        for key, tensor in self.whole.tensors():
+            shape = self.header.manifest[key].shape
+            resized = tuple(tensor.shape) != shape
+            yield key, self.new.resized(tensor, shape[0]) if resized else tensor
+
+
+@dataclass(frozen=True)
+class _NewTokens:
+    """The values of new rows."""
+
+    zero: bool
+    pieces: Mapping[int, Sequence[int]]
+
+    def resized(self, tensor: LazyTensor, rows: int) -> ResizedTensor:
+        return ResizedTensor(tensor, rows, self.pieces, self.zero)
+
+
+def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> NewVocabulary:
+    """The model with the chosen vocabulary and tokenizer.
+
+    place: the source, for messages. Raises UsageError for a tokenizer that isn't one of this model, UnsupportedInput for
+    adapters, multimodal models and models that megaconv doesn't know, NotExpressible for models with other tables by token.
+    """
+    header = source.header
+    _require_text_model(header, place)
+    tokenizer = (
+        None if chosen.tokenizer is None else NewTokenizer.of(chosen.tokenizer, header, place)
+    )
+    before, after = header.config.vocab, _size(header, chosen, tokenizer)
+    pieces = {}
+    if chosen.new_rows == PIECES and tokenizer is not None:
+        pieces = tokenizer.pieces(range(before, after))
+    manifest = _manifest(header, after)
+    changed = [key for key, info in manifest.items() if info != header.manifest[key]]
+    made = replace(
+        header,
+        config=_config(header.config, after),
+        manifest=manifest,
+        files=header.files if tokenizer is None else tokenizer.files_beside(header.files),
+        made=header.made if tokenizer is None else without_tokenizer(header.made),
+        named_tokenizer="" if tokenizer is not None else header.named_tokenizer,
+        padded_vocab=header.padded_vocab if before == after else None,
+        read_otherwise=header.read_otherwise | frozenset(changed),
+        has_optimizer=False,
+    )
+    new = _NewTokens(chosen.new_rows == ZERO, pieces)
+    return NewVocabulary(source, made, new, _notice(before, after, chosen.new_rows, len(pieces)))
+
+
+def _require_text_model(header: Header, place: str) -> None:
+    config = header.config
+    if header.adapter is not None or config.own_names is not None:
+        what = "an adapter" if header.adapter is not None else "a model of no known family"
+        raise UnsupportedInput(
+            f"--vocab-size, --tokenizer: {place} is {what}; only a known model can have another vocabulary"
+        )
+    if config.whole is not None:
+        raise UnsupportedInput(
+            f"--vocab-size, --tokenizer: {place} is a multimodal model; add --text-only"
+        )
+
+
+def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | None) -> int:
+    """The tokens of the output. Raises UsageError for fewer than its tokenizer has."""
+    needed = 0 if tokenizer is None else tokenizer.tokens.count
+    if chosen.size is None:
+        return max(header.config.vocab, needed)
+    if chosen.size < needed:
+        raise UsageError(
+            f"--vocab-size {chosen.size}: the tokenizer in {chosen.tokenizer} needs {needed} rows or more"
+        )
+    return chosen.size
+
+
+def _manifest(header: Header, vocab: int) -> dict[Key, TensorInfo]:
+    """The manifest for another number of tokens. Raises NotExpressible if more depends on it than rows of weights."""
+    config = header.config
+    if vocab == config.vocab:
+        return dict(header.manifest)
+    parts = {
+        "embeddings in each layer": config.layer_inputs.vocab,
+        "embeddings of n-grams": config.ngrams.size,
+        "tokens that its head has no rows for": config.head.unpredicted,
+    }
+    for what, there in parts.items():
+        if there:
+            raise NotExpressible(
+                f"--vocab-size, --tokenizer: a {config.family} with {what} can't have another vocabulary"
+            )
+    shapes = canonical_shapes(family(config.family).rows, replace(config, vocab=vocab))
+    found = {}
+    for key, info in header.manifest.items():
+        shape = shapes[key.name] if key.slot == WEIGHT else info.shape
+        if shape != info.shape:
+            _require_rows(key, info, shape, config)
+        found[key] = TensorInfo(shape, info.dtype)
+    return found
+
+
+def _require_rows(key: Key, info: TensorInfo, shape: tuple[int, ...], config: ModelConfig) -> None:
+    is_by_token = info.shape[0] == config.vocab and info.shape[1:] == shape[1:]
+    if not is_by_token or info.dtype not in FLOATS:
+        raise NotExpressible(
+            f"--vocab-size, --tokenizer: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
+        )
+
+
+def _config(config: ModelConfig, vocab: int) -> ModelConfig:
+    made = replace(config, vocab=vocab)
+    if config.hf is None or vocab == config.vocab:
+        return made
+    changed: dict[str, Any] = json.loads(family(config.family).config_json(made))
+    return replace(made, hf=changed)
+
+
+def _notice(before: int, after: int, new_rows: str, with_pieces: int) -> str:
+    """A line for people about the rows of the output; empty if they are the input's."""
+    if after == before:
+        return ""
+    if after < before:
+        gone = counted(before - after, "last row")
+        return f"embedding and head lose their {gone}"
+    added = after - before
+    values = {
+        MEAN: "the mean of all old rows",
+        ZERO: "zeros",
+        PIECES: f"the mean of its text's old tokens ({with_pieces:,} of {added:,}), or of all old rows",
+    }
+    numbers = f"{before}" if added == 1 else f"{before} to {after - 1}"
+    return f"embedding and head get {counted(added, 'new row')} ({numbers}): {values[new_rows]}"

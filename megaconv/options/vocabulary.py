@@ -1,0 +1,62 @@
+"""The vocabulary of an output that has more or fewer tokens than the input."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaconv.errors import UsageError
+from megaconv.local_paths import local_path
+from megaconv.model.ceilings import VOCABULARY
+from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, normalize, option
+
+NEW_ROWS = MEAN, PIECES, ZERO = ("mean", "pieces", "zero")
+"""The accepted values of `new_rows`."""
+
+
+@dataclass(frozen=True)
+class VocabularyChoice:
+    """The vocabulary of the output."""
+
+    size: int | None = option(
+        None,
+        "--vocab-size",
+        heading=VALUES,
+        commands=("convert",),
+        range=Range(1, VOCABULARY),
+        help="Tokens of the output: adds rows to embedding and head, or takes the last ones away.",
+    )
+    """None: as many as the input has, or as `tokenizer` needs."""
+    tokenizer: Path | None = option(
+        None,
+        "--tokenizer",
+        heading=INPUT_AND_OUTPUT,
+        commands=("convert",),
+        read=local_path,
+        metavar="DIR",
+        help="The directory of the output's tokenizer. For its new tokens the model gets new rows.",
+    )
+    """None: the input's."""
+    new_rows: str = option(
+        MEAN,
+        "--new-rows",
+        heading=VALUES,
+        commands=("convert",),
+        help="New rows of embedding and head: mean (of all rows), pieces (of the tokens that a new token's text had before) or zero.",
+    )
+
+    def __post_init__(self) -> None:
+        normalize(self)
+        if self.new_rows not in NEW_ROWS:
+            raise UsageError(f"--new-rows {self.new_rows}: expected one of {', '.join(NEW_ROWS)}")
+        if self.new_rows != MEAN and not self.is_given:
+            raise UsageError(
+                f"--new-rows {self.new_rows}: has no effect without --vocab-size or --tokenizer; leave it out"
+            )
+        if self.new_rows == PIECES and self.tokenizer is None:
+            raise UsageError(
+                "--new-rows pieces needs --tokenizer, the directory of the tokenizer that has the new tokens"
+            )
+
+    @property
+    def is_given(self) -> bool:
+        """True if the output's vocabulary or tokenizer may differ from the input's."""
+        return self.size is not None or self.tokenizer is not None

@@ -1,0 +1,203 @@
+"""`convert --tokenizer`: tokenizers with more tokens than the model, their files and the rows of new tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megaconv
+from megaconv.engine.token_lists import kinds_of, token_list
+from megaconv.errors import CorruptCheckpoint
+from tests.models import write_llama
+from tests.runs import assert_refused, run
+
+WORDS = ("low", "er", "new", "Ġnew", "est", "wid")
+
+
+def write_tokenizer(directory: Path, added: tuple[str, ...] = ()) -> Path:
+    """A byte-level BPE of 263 tokens: each byte, six words that no text is split into, and a special token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate([*letters, *WORDS])}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("</s>", special=True)])
+    made.add_tokens(list(added))
+    directory.mkdir(parents=True, exist_ok=True)
+    made.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
+    return directory
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model of 270 tokens, of which its tokenizer has 263."""
+    made = write_llama(tmp_path / "hf", layers=2, vocab=270)
+    write_tokenizer(made)
+    (made / "chat_template.jinja").write_text("old")
+    (made / "generation_config.json").write_text('{"eos_token_id": 262}')
+    return made
+
+
+def embedding(model: Path) -> torch.Tensor:
+    return load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def test_a_model_gets_rows_for_the_new_tokens_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
+    new = write_tokenizer(tmp_path / "new", tuple(f"<tool_{n}>" for n in range(12)))
+    (new / "chat_template.jinja").write_text("new")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert outcome.status == 0, outcome.err
+    assert "embedding and head get 5 new rows (270 to 274): the mean of all old rows" in outcome.err
+    out = tmp_path / "out"
+    assert embedding(out).shape[0] == 275
+    assert torch.equal(embedding(out)[:270], embedding(model))
+    assert json.loads((out / "config.json").read_text())["vocab_size"] == 275
+    assert (out / "tokenizer.json").read_bytes() == (new / "tokenizer.json").read_bytes()
+    assert (out / "chat_template.jinja").read_text() == "new"
+    assert (out / "generation_config.json").read_text() == '{"eos_token_id": 262}'
+    record = json.loads((out / "megaconv.json").read_text())
+    assert record["provenance"]["options"]["--tokenizer"] == "new"
+
+
+def test_a_tokenizer_that_fits_adds_no_rows_and_a_size_may_be_larger(
+    model: Path, tmp_path: Path
+) -> None:
+    new = write_tokenizer(tmp_path / "new", ("<tool>",))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert (outcome.status, embedding(tmp_path / "out").shape[0]) == (0, 270)
+    assert "new row" not in outcome.err
+    assert run(*words, "--vocab-size", 320, "--overwrite").status == 0
+    assert embedding(tmp_path / "out").shape[0] == 320
+    refused = run(*words, "--vocab-size", 263, "--overwrite")
+    assert_refused(refused, 2, "--vocab-size 263: the tokenizer in", "needs 264 rows or more")
+
+
+def test_new_rows_are_the_mean_of_the_tokens_that_a_text_had(tmp_path: Path) -> None:
+    model = write_tokenizer(write_llama(tmp_path / "hf", layers=2, vocab=263, tied=True))
+    new = write_tokenizer(tmp_path / "new", ("<low>", "é "))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words, "--new-rows", "pieces")
+    assert outcome.status == 0, outcome.err
+    assert "the mean of its text's old tokens (2 of 2)" in outcome.err
+    from tokenizers import Tokenizer
+
+    old = Tokenizer.from_file(str(model / "tokenizer.json"))
+    rows = embedding(tmp_path / "out")
+    for number, text in ((263, "<low>"), (264, "é ")):
+        pieces = old.encode(text).ids
+        assert len(pieces) > 1
+        assert torch.equal(rows[number], rows[pieces].double().mean(0).bfloat16())
+
+
+def test_a_text_without_pieces_gets_the_mean_of_all(tmp_path: Path) -> None:
+    model = write_tokenizer(write_llama(tmp_path / "hf", layers=2, vocab=263))
+    new = write_tokenizer(tmp_path / "new", ("<low>",))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert run(*words, "--vocab-size", 270, "--new-rows", "pieces").status == 0
+    rows = embedding(tmp_path / "out")
+    assert torch.equal(rows[264], rows[269])
+    assert not torch.equal(rows[263], rows[264])
+
+
+def test_a_token_that_moves_is_refused(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = write_tokenizer(tmp_path / "new")
+    raw = json.loads((new / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    (new / "tokenizer.json").write_text(json.dumps(raw))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert_refused(run(*words), 2, "is 'B', and is 'A' in the tokenizer of", "keep their numbers")
+    (model / "tokenizer.json").unlink()
+    assert run(*words).status == 0
+    assert "can't be compared with the tokenizer of" in caplog.text
+
+
+def test_a_renamed_added_token_is_a_warning(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = write_tokenizer(tmp_path / "new")
+    text = (new / "tokenizer.json").read_text().replace("</s>", "<end>")
+    (new / "tokenizer.json").write_text(text)
+    outcome = run("convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new)
+    assert outcome.status == 0
+    assert "1 added token has another text" in caplog.text
+    assert "token 262 is '<end>', was '</s>'" in caplog.text
+
+
+def test_a_directory_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", tmp_path]
+    assert_refused(run(*words), 2, "has no tokenizer.json, tokenizer.model")
+
+
+def test_the_tokenizer_of_a_megatron_checkpoint_is_replaced(model: Path, tmp_path: Path) -> None:
+    assert run("convert", model, tmp_path / "core", "--saver", "core", "--tp", "2").status == 0
+    new = write_tokenizer(tmp_path / "new", tuple(f"<tool_{n}>" for n in range(12)))
+    words = ["convert", tmp_path / "core", tmp_path / "more", "--saver", "core", "--tp", "4"]
+    assert run(*words, "--tokenizer", new, "--new-rows", "pieces").status == 0
+    assert run("convert", tmp_path / "more", tmp_path / "back", "--saver", "hf").status == 0
+    back = tmp_path / "back"
+    assert (back / "tokenizer.json").read_bytes() == (new / "tokenizer.json").read_bytes()
+    megaconv.convert(model, tmp_path / "more_hf", saver="hf", tokenizer=new, new_rows="pieces")
+    assert torch.equal(embedding(back), embedding(tmp_path / "more_hf"))
+
+
+def _piece(text: bytes) -> bytes:
+    inner = b"\x0a" + bytes([len(text)]) + text
+    return b"\x0a" + bytes([len(inner)]) + inner
+
+
+FILES: dict[str, tuple[bytes, dict[int, str]]] = {
+    "tokenizer.model": (_piece(b"<s>") + _piece(b"a"), {0: "<s>", 1: "a"}),
+    "vocab.json": (b'{"b": 1, "a": 0}', {0: "a", 1: "b"}),
+    "vocab.txt": ("[PAD]\r\na\u2028b\nc\n".encode(), {0: "[PAD]", 1: "a\u2028b", 2: "c"}),
+    "tokenizer.json": (b'{"model": {"vocab": [["x", -1.0], ["y", -2.0]]}}', {0: "x", 1: "y"}),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_tokens_are_listed_from_each_kind_of_file(kind: str) -> None:
+    content, expected = FILES[kind]
+    files: dict[str, Path | bytes] = {kind: content, "added_tokens.json": b'{"<t>": 9}'}
+    files["tokenizer_config.json"] = b'{"added_tokens_decoder": {"8": {"content": "<u>"}}}'
+    assert kinds_of(files) == [kind]
+    found = token_list(files, kind)
+    assert dict(found.usual) == expected
+    assert dict(found.added) == {8: "<u>", 9: "<t>"}
+    assert found.count == 10
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b"{}",
+        b'{"model": []}',
+        b'{"model": {"vocab": {}}}',
+        b'{"model": {"vocab": {"a": -1}}}',
+        b'{"model": {"vocab": {"a": 1.5}}}',
+        b'{"model": {"vocab": {"a": true}}}',
+        b'{"model": {"vocab": {"a": 1e400}}}',
+        b'{"model": {"vocab": {"a": 99999999999}}}',
+        b'{"model": {"vocab": [1]}}',
+        b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": "x", "content": "y"}]}',
+        b'{"model": {"vocab": {"a": 0}}, "added_tokens": 5}',
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
+def test_damaged_files_are_one_line(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json"):
+        token_list({"tokenizer.json": file}, "tokenizer.json")

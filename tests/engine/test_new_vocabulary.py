@@ -1,0 +1,185 @@
+"""`convert --vocab-size` and `--tokenizer`: rows for new tokens, in all formats; and what is refused."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megaconv
+from megaconv.errors import CheckpointError, NotExpressible, UnsupportedInput
+from tests import transformers_oracle as oracle
+from tests.conftest import FIXTURES
+from tests.engine.test_interrupted import KILL
+from tests.forks import start
+from tests.models import write_llama
+from tests.runs import assert_refused, finish, run
+
+ALL = {**oracle.VARIANTS, **oracle.MIXTURES, **oracle.BEYOND_MEGATRON, **oracle.CONVERTED}
+QUICK = ("llama", "gpt2", "gemma3_text", "phi", "glm4_moe")
+EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ALL]
+REFUSED = (
+    "deepseek_v4",
+    "gemma3n_text",
+    "gemma4_text, layer inputs",
+    "molmo2_text",
+    "qwen4_exp_text",
+)
+"""Variants with further tables by token: their names, up to a comma."""
+MORE = 5
+
+
+def is_refused(name: str) -> bool:
+    return name in REFUSED or name.partition(",")[0] in REFUSED
+
+
+def with_more_rows(model: Path) -> Any:
+    """transformers' model with new rows, each the mean of all others."""
+    made = oracle.load(model)
+    before = made.config.get_text_config().vocab_size
+    made.resize_token_embeddings(before + MORE, mean_resizing=False)
+    for module in {made.get_input_embeddings(), made.get_output_embeddings()} - {None}:
+        for name in ("weight", "bias"):
+            values = getattr(module, name, None)
+            if values is not None:
+                values.data[-MORE:] = values.data[:-MORE].double().mean(0).to(values.dtype)
+    return made
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", EACH)
+def test_each_family_computes_as_transformers_resized_model(name: str, tmp_path: Path) -> None:
+    oracle.create(ALL[name], tmp_path / "hf")
+    before = megaconv.inspect(tmp_path / "hf").header.config.vocab
+    words = {"saver": "hf", "vocab_size": before + MORE, "workers": 1}
+    try:
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", **words)
+    except (NotExpressible, UnsupportedInput):
+        assert is_refused(name)
+        return
+    assert not is_refused(name)
+    tokens = torch.cat([torch.randint(7, 120, (1, 10)), torch.tensor([[before, before + 4]])], 1)
+    found = oracle.compute(oracle.load(tmp_path / "out"), tokens)
+    expected = oracle.compute(with_more_rows(tmp_path / "hf"), tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def hashes(model: Path) -> dict[str, str]:
+    return {str(key): value for key, value in megaconv.fingerprint(model).tensors.items()}
+
+
+def embedding(model: Path) -> torch.Tensor:
+    return load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("llama") / "hf", layers=2)
+
+
+@pytest.mark.parametrize("size", [140, 131, 100])
+@pytest.mark.parametrize(
+    "layout", [["--tp", "2"], ["--tp", "4", "--pp", "2", "--ckpt-format", "torch_dist"]]
+)
+def test_the_vocabulary_changes_between_all_formats(
+    layout: list[str], size: int, llama: Path, tmp_path: Path
+) -> None:
+    resize = ["--vocab-size", size]
+    first, second = tmp_path / "core", tmp_path / "back"
+    assert run("convert", llama, first, "--saver", "core", *layout, *resize).status == 0
+    assert run("convert", llama, tmp_path / "hf", "--saver", "hf", *resize, "--verify").status == 0
+    assert hashes(first) == hashes(tmp_path / "hf")
+    assert run("convert", llama, tmp_path / "plain", "--saver", "core", *layout).status == 0
+    outcome = run("convert", tmp_path / "plain", second, "--saver", "hf", *resize, "--verify")
+    assert outcome.status == 0, outcome.err
+    assert hashes(second) == hashes(tmp_path / "hf")
+    assert json.loads((second / "config.json").read_text())["vocab_size"] == size
+    assert embedding(second).shape[0] == size
+    assert torch.equal(embedding(second)[:100], embedding(llama)[:100])
+    assert run("verify", second).status == 0
+
+
+def test_a_line_says_what_the_new_rows_are(llama: Path, tmp_path: Path) -> None:
+    words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--dry-run", "--vocab-size"]
+    more, zero, fewer = run(*words, 140), run(*words, 132, "--new-rows", "zero"), run(*words, 100)
+    assert "embedding and head get 9 new rows (131 to 139): the mean of all old rows" in more.err
+    assert "embedding and head get 1 new row (131): zeros" in zero.err
+    assert "embedding and head lose their 31 last rows" in fewer.err
+
+
+def test_an_average_and_chosen_layers_have_a_new_vocabulary(llama: Path, tmp_path: Path) -> None:
+    other = write_llama(tmp_path / "other", layers=2, seed=3)
+    words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--average", other]
+    assert run(*words, "--layers", "1", "--vocab-size", 133).status == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["vocab_size"]) == (1, 133)
+    rows = (embedding(llama).double() + embedding(other).double()) / 2
+    assert torch.equal(embedding(tmp_path / "out")[:131], rows.bfloat16())
+
+
+def test_changed_weights_are_refused_but_for_those_that_get_rows(
+    llama: Path, tmp_path: Path
+) -> None:
+    megaconv.convert(llama, tmp_path / "hf", saver="hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] += 1
+    save_file(tensors, file, {"format": "pt"})
+    words = ["convert", tmp_path / "hf", tmp_path / "out", "--saver", "hf", "--vocab-size", 140]
+    outcome = run(*words)
+    assert outcome.status == 3
+    assert "1 tensor with other values than were written" in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_optimizer_state_is_left_out_and_refused(tmp_path: Path) -> None:
+    trained = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
+    words = ["convert", trained, tmp_path / "out", "--saver", "core", "--vocab-size", "500"]
+    assert_refused(run(*words, "--optimizer"), 2, "--optimizer", "--vocab-size")
+    assert run(*words).status == 0
+    assert not megaconv.inspect(tmp_path / "out").header.has_optimizer
+
+
+def test_a_killed_run_is_not_continued_with_another_size(llama: Path, tmp_path: Path) -> None:
+    words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--resume", "--workers", 1]
+    kill = KILL.format(owner="os", name="pwrite", number=8, journaled="pass")
+    rows = ["--vocab-size", 140]
+    killed = finish(start(*words, *rows, before=kill))
+    assert killed.status == -signal.SIGKILL, killed
+    outcome = run(*words, *rows, "--new-rows", "zero")
+    assert outcome.status == 0, outcome.err
+    assert not embedding(tmp_path / "out")[131:].any()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--vocab-size", "0"], "'--vocab-size': 0 is not in the range"),
+        (["--vocab-size", "140", "--new-rows", "random"], "expected one of mean, pieces, zero"),
+        (["--new-rows", "zero"], "has no effect without --vocab-size or --tokenizer"),
+        (["--vocab-size", "140", "--new-rows", "pieces"], "needs --tokenizer"),
+        (["--vocab-size", "140", "--base", "."], "the original has other tokens than the output"),
+        (["--tokenizer", "/no/such"], "--tokenizer /no/such: no such file or directory"),
+    ],
+)
+def test_impossible_options_are_one_line(
+    words: list[str], message: str, llama: Path, tmp_path: Path
+) -> None:
+    assert_refused(run("convert", llama, tmp_path / "out", "--saver", "hf", *words), 2, message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_and_models_without_a_family_are_refused(llama: Path, tmp_path: Path) -> None:
+    case = FIXTURES / "peft-llama-all-linear"
+    words = ["--saver", "hf", "--vocab-size", "500", "--adapter", case / "adapter"]
+    refused = run("convert", case / "base", tmp_path / "o", *words)
+    assert_refused(refused, 2, "--vocab-size and --adapter", "merge the adapter first")
+    unknown = tmp_path / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "unheard_of", "architectures": ["X"]}')
+    (unknown / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="a model of no known family"):
+        megaconv.convert(unknown, tmp_path / "o", saver="hf", vocab_size=140)
