@@ -17,7 +17,8 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
-from formats.pickle_globals import MalformedError, check_key, naturals
+from formats.pickle_errors import MalformedError
+from formats.pickle_globals import naturals
 from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
 
@@ -231,7 +232,7 @@ class _Repetitions:
         _require(_among(target, self.empty))
         _require(all(isinstance(keys, _Same) for keys in key_columns))
         for key, _ in pairs:
-            check_key(key)
+            self.machine.check_key(key)
         first = {key: values[0] for key, values in pairs}
         _require(len(first) == len(pairs))
         self.empty = [column for column in self.empty if column is not target]

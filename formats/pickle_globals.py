@@ -15,6 +15,8 @@ from typing import cast
 
 from formats.ceilings import AXES, AXIS
 from formats.lazy_numpy import np
+from formats.pickle_errors import MalformedError, UnsafeCallError
+from formats.pickle_keys import KeyCheck
 from formats.pickle_records import (
     STORAGE_DTYPES,
     Global,
@@ -28,14 +30,6 @@ from formats.pickle_records import (
 from formats.tensor import Shape
 
 TensorHook = Callable[[TensorRecord], object]
-
-
-class MalformedError(ValueError):
-    """The pickle contains something that no writer of checkpoints writes."""
-
-
-class UnsafeCallError(Exception):
-    """The pickle asks to run code."""
 
 
 _FRAMEWORKS = {
@@ -123,6 +117,7 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     if key in _WRAPPERS:
         return args[0]
     if key in _BY_TYPE:
+        _require_rebuilding(args[0])
         made = call(args[0], _tuple(args[2]), tensor)
         if type(made) is Opaque and len(args) > 3:
             made.state = args[3]  # the place of a DTensor's part in the whole
@@ -137,6 +132,12 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
     raise UnsafeCallError(
         f"asks to call {what}; the file is a program, not a checkpoint; nothing was executed"
     )
+
+
+def _require_rebuilding(function: object) -> None:
+    """Raise MalformedError for a function that copies its arguments: the caller counts those of the outer call alone."""
+    if type(function) is Global and (function.module, function.name) in _VALUES:
+        raise MalformedError("a tensor that is rebuilt by a function of Python or numpy")
 
 
 def is_unusual(record: Opaque) -> bool:
@@ -168,26 +169,6 @@ def build(target: object, state: object) -> None:
     elif type(target) is not dict:
         # An OrderedDict may have attributes (`_metadata` of a state dict). They are not needed.
         raise MalformedError(f"attributes for a {type(target).__name__}")
-
-
-def check_key(key: object, nested: bool = False) -> None:
-    """Refuse dictionary keys and set members whose hash or comparison could take long or overflow the stack."""
-    if isinstance(key, (str, bytes)):
-        accepted = len(key) <= 1 << 16
-    elif isinstance(key, int):
-        accepted = -(1 << 63) <= key < 1 << 64
-    elif isinstance(key, tuple) and not nested and len(key) <= 16:
-        accepted = True
-        for part in key:
-            check_key(part, nested=True)
-    else:
-        accepted = isinstance(
-            key, (float, complex, type(None), TorchDtype, StorageType, Global, Opaque)
-        )
-    if not accepted:
-        raise MalformedError(
-            f"a dictionary key or set member that is too large or can't be one ({type(key).__name__})"
-        )
 
 
 def _tuple(value: object) -> tuple[object, ...]:
@@ -235,6 +216,7 @@ def _dict(pairs: object = (), /) -> dict[object, object]:
     if isinstance(pairs, dict):
         return dict(pairs)
     made = {}
+    check_key = KeyCheck()
     for pair in _list(pairs):
         key, value = _list(pair)
         check_key(key)
@@ -250,6 +232,7 @@ def _list(values: object = (), /) -> list[object]:
 
 def _set(values: object = (), /) -> set[object]:
     members = _list(values)
+    check_key = KeyCheck()
     for member in members:
         check_key(member)
     return set(members)

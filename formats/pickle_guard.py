@@ -7,7 +7,8 @@ from collections.abc import Collection
 from mmap import mmap
 
 from formats.errors import CorruptCheckpoint, UnsafeContent
-from formats.pickle_globals import MalformedError, TensorHook, UnsafeCallError
+from formats.pickle_errors import MalformedError, UnsafeCallError
+from formats.pickle_globals import TensorHook
 from formats.pickle_machine import Machine, PersistentHook
 from formats.pickle_records import (
     Global,

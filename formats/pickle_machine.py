@@ -9,15 +9,9 @@ from mmap import mmap
 from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES, PICKLE_VALUE_BYTES, PICKLE_VALUES
-from formats.pickle_globals import (
-    MalformedError,
-    TensorHook,
-    build,
-    call,
-    check_key,
-    is_unusual,
-    resolve,
-)
+from formats.pickle_errors import MalformedError
+from formats.pickle_globals import TensorHook, build, call, is_unusual, resolve
+from formats.pickle_keys import KeyCheck
 from formats.pickle_records import Opaque
 
 PersistentHook = Callable[[object], object]
@@ -42,6 +36,7 @@ class Machine:
         self.below: list[list[object]] = []
         self.memo: dict[int, object] = {}
         self.copied = self.made = 0
+        self.check_key = KeyCheck()
         self.unusual: set[str] = set()
         """Called names of torch or numpy that are not part of any known checkpoint."""
 
@@ -103,7 +98,7 @@ class Machine:
     def count_copies(self, values: Iterable[object]) -> None:
         """Count the values that a call may copy: two bytes of a pickle are enough to pass the same long value again."""
         for value in values:
-            if isinstance(value, (str, bytes, list, tuple, dict)):
+            if isinstance(value, (str, bytes, list, tuple, dict, set, frozenset)):
                 self.copied += len(value)
         self.require_copies(self.copied)
 
@@ -118,7 +113,7 @@ class Machine:
         keys, values = pairs[::2], pairs[1::2]
         if isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
-                check_key(key)
+                self.check_key(key)
                 target[key] = value
         elif isinstance(target, Opaque):
             target.items = target.items or []

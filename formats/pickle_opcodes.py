@@ -6,7 +6,7 @@ CPython's pickletools.py describes each opcode and its argument bytes.
 from collections.abc import Callable
 from struct import Struct
 
-from formats.pickle_globals import MalformedError, UnsafeCallError, check_key
+from formats.pickle_errors import MalformedError, UnsafeCallError
 from formats.pickle_machine import Machine
 
 Handler = Callable[[Machine], None]
@@ -120,18 +120,20 @@ def _collect(kind: Callable[[list[object]], object]) -> Handler:
     return push
 
 
-def _dict(items: list[object]) -> dict[object, object]:
+def _dict(m: Machine) -> None:
     made: dict[object, object] = {}
+    items = m.to_mark()
     for key, value in zip(items[::2], items[1::2], strict=True):
-        check_key(key)
+        m.check_key(key)
         made[key] = value
-    return made
+    m.stack.append(made)
 
 
-def _frozenset(items: list[object]) -> frozenset[object]:
+def _frozenset(m: Machine) -> None:
+    items = m.to_mark()
     for item in items:
-        check_key(item)
-    return frozenset(items)
+        m.check_key(item)
+    m.stack.append(frozenset(items))
 
 
 def _append(m: Machine) -> None:
@@ -159,7 +161,9 @@ def _add_items(m: Machine) -> None:
     target = m.stack[-1]
     if not isinstance(target, set):
         raise MalformedError(f"members for a {type(target).__name__}")
-    target |= _frozenset(items)
+    for item in items:
+        m.check_key(item)
+        target.add(item)
 
 
 def _global(m: Machine) -> None:
@@ -250,7 +254,7 @@ _OPCODES: dict[bytes, Handler] = {
     b"X": _text(_U4), b"\x8c": _text(_U1), b"\x8d": _text(_U8), b"U": _text(_U1), b"T": _text(_I4),
     b"C": _blob(_U1), b"B": _blob(_U4), b"\x8e": _blob(_U8), b"\x96": _blob(_U8),
     b"]": _new(list), b"}": _new(dict), b")": _constant(()), b"\x8f": _new(set),
-    b"t": _collect(tuple), b"l": _collect(list), b"d": _collect(_dict), b"\x91": _collect(_frozenset),
+    b"t": _collect(tuple), b"l": _collect(list), b"d": _dict, b"\x91": _frozenset,
     b"\x85": _last(1), b"\x86": _last(2), b"\x87": _last(3),
     b"a": _append, b"e": _appends, b"s": _set_item, b"u": _set_items, b"\x90": _add_items,
     b"q": _put(_U1), b"r": _put(_U4), b"p": _put_line, b"\x94": _memoize,

@@ -69,11 +69,10 @@ class Opaque:
 
     def _identity(self) -> object:
         plain = 1 <= len(self.args) <= 8 and all(_is_small(arg) for arg in self.args)
-        return (
-            (self.module, self.name, self.args)
-            if plain and self.state is None and not self.items
-            else id(self)
-        )
+        if not plain or self.state is not None or self.items:
+            return id(self)
+        # The hash of a text differs in each process: nobody can make many records of one hash.
+        return self.module, self.name, repr(self.args)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (

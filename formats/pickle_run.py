@@ -4,7 +4,7 @@ from struct import Struct
 
 from formats.ceilings import PICKLE_BYTES
 from formats.pickle_columns import Columns
-from formats.pickle_globals import MalformedError, check_key
+from formats.pickle_errors import MalformedError
 from formats.pickle_machine import Machine
 from formats.pickle_opcodes import HANDLERS
 from formats.pickle_records import Global, Opaque
@@ -82,7 +82,7 @@ def _reaches_stop(machine: Machine, columns: Columns, until: int) -> bool:
                 for key, value in zip(stack[::2], stack[1::2], strict=True):
                     # Records are keys of `.metadata`. They compare by identity or content, so all are accepted.
                     if type(key) is not Opaque and (type(key) is not str or len(key) > _KEY_LENGTH):
-                        check_key(key)
+                        machine.check_key(key)
                     keyed[key] = value
                 stack = below.pop()
             elif code == _GET:

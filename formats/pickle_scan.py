@@ -17,7 +17,8 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 from formats import torch_legacy
 from formats.ceilings import PICKLE_BYTES
 from formats.errors import CorruptCheckpoint
-from formats.pickle_globals import MalformedError, UnsafeCallError, called_by, is_ordinary
+from formats.pickle_errors import MalformedError, UnsafeCallError
+from formats.pickle_globals import called_by, is_ordinary
 from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
 from formats.pickle_run import run

@@ -5,7 +5,7 @@ from math import prod
 
 from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
-from formats.pickle_globals import MalformedError
+from formats.pickle_errors import MalformedError
 from formats.pickle_records import StorageType, TensorRecord
 from formats.pickle_writer import contiguous_strides
 from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, StridedTensor

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import date
 from io import BytesIO
+from itertools import product
 from pathlib import PurePosixPath, PureWindowsPath
 from signal import SIGTERM
 
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from formats.errors import CheckpointError, CorruptCheckpoint, UnsafeContent
-from formats.pickle_globals import UnsafeCallError
+from formats.pickle_errors import UnsafeCallError
 from formats.pickle_guard import (
     Global,
     NumpyArray,
@@ -536,6 +537,42 @@ def test_keys_with_equal_hashes_are_refused() -> None:
     _quickly(
         b"}(" + b"".join(b"\x8a\x0c" + number + b"N" for number in numbers) + b"u.", "too large"
     )
+
+
+def test_many_tuples_and_complex_numbers_of_one_hash_are_refused() -> None:
+    prime = sys.hash_info.modulus
+    of_one_hash = [3 + prime * n for n in range(8)]
+    tuples = list(product(of_one_hash, repeat=4))
+    assert len(set(map(hash, tuples))) == 1
+    complexes = [complex(sys.hash_info.imag * n, -n) for n in range(2, 20_000)]
+    assert len(set(map(hash, complexes))) == 1
+    for keys in (tuples, complexes):
+        _quickly(pickle.dumps(set(keys), 4), "hashes are equal")
+        _quickly(pickle.dumps(frozenset(keys), 2), "hashes are equal")
+        _quickly(pickle.dumps(dict.fromkeys(keys), 0), "hashes are equal")
+        _quickly(pickle.dumps(OrderedDict.fromkeys(keys), 2), "hashes are equal")
+
+
+def test_a_key_of_many_dictionaries_is_counted_once() -> None:
+    value = [{(1, -1): "a", (1, -2): "b"}] * 2000
+    assert read(pickle.dumps([dict(each) for each in value[:900]], 2)) == value[:900]
+
+
+def test_records_of_numbers_have_hashes_that_a_file_cannot_choose() -> None:
+    prime = sys.hash_info.modulus
+    records = [Opaque("torch", "device", (prime * n,)) for n in range(1000)]
+    assert len(set(map(hash, records))) == 1000
+
+
+def test_sets_that_are_copied_again_and_again_are_refused() -> None:
+    members = b"\x8f(" + b"".join(b"M" + number.to_bytes(2, "little") for number in range(60_000))
+    copies = line("builtins", "list") + b"q\x010" + b"h\x01h\x00\x85R" * 3000
+    _quickly(members + b"\x90q\x000(" + copies + b"t.", "multiplies")
+
+
+def test_a_tensor_that_is_rebuilt_by_a_function_of_python_is_refused() -> None:
+    by_type = line("torch._tensor", "_rebuild_from_type_v2") + b"(" + line("builtins", "list")
+    refuse(by_type + line("torch", "Tensor") + b"]\x85}tR.", "rebuilt by a function")
 
 
 VALID = pickle.dumps(
