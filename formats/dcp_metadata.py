@@ -25,6 +25,7 @@ from formats.pickle_records import Opaque, TorchDtype
 from formats.pickle_writer import PickleWriter
 from formats.regular_files import read_small
 from formats.tensor import ITEMSIZE, Shape, as_shape
+from formats.wording import brief
 
 METADATA_NAME = ".metadata"
 
@@ -101,15 +102,19 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
     places, files = {}, set[str]()
     for index, info in state["storage_data"].items():
         key = _attributes(index)
-        places[key["fqn"], key.get("offset")] = _range(path, key["fqn"], _attributes(info), files)
+        name, offset = key["fqn"], key.get("offset")
+        if type(name) is not str:
+            raise ValueError(f"{brief(name)} is not the name of a tensor")
+        place = _range(path, name, _attributes(info), files)
+        places[_index(name, offset if offset is None else _shape(offset))] = place
     tensors, objects = {}, {}
     for name, entry in state["state_dict_metadata"].items():
         if not isinstance(name, str):
             raise ValueError(f"{name!r} is not the name of a tensor")
         if entry.name == "TensorStorageMetadata":
             tensors[name] = _tensor(path, name, entry.state, places)
-        elif (name, None) in places:
-            objects[name] = places[name, None]
+        elif (index := _index(name, None)) in places:
+            objects[name] = places[index]
         else:
             raise CorruptCheckpoint(f"{path}: has no file for {name}; save the checkpoint again")
     true_shapes = {
@@ -122,27 +127,36 @@ def _parse(path: Path, state: Mapping[str, Any]) -> DcpMetadata:
 
 def _attributes(value: object) -> Mapping[str, Any]:
     if type(value) is not Opaque or type(value.state) is not dict:
-        raise ValueError(f"{value!r:.80} where a record should be")
+        raise ValueError(f"{brief(value)} where a record should be")
     return value.state
+
+
+def _index(name: str, offset: Shape | None) -> tuple[str, str]:
+    """The key of a chunk or an object. Offsets are texts here, because a file can choose many tuples that have one hash."""
+    return name, repr(offset)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Range:
     """The byte range of a storage record. files: names already checked to be in the same directory; this function adds
     to them."""
     file, offset, nbytes = info["relative_path"], info["offset"], info["length"]
-    if file not in files:
-        if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
+    if not _is_text(file) or file not in files:
+        if not _is_text(file) or "/" in file or file in ("", ".", ".."):
             raise UnsafeContent(
-                f"{path}: {key} should lie in the file {file!r:.200}, which is not in the same directory"
+                f"{path}: {key} should lie in the file {brief(file, 200)}, which is not in the same directory"
             )
         files.add(file)
     if info.get("transform_descriptors"):
-        how = ", ".join(map(str, info["transform_descriptors"]))
+        how = ", ".join(filter(_is_text, info["transform_descriptors"]))
         raise CorruptCheckpoint(
             f"{path}: {key} is stored through {how:.80}; save the checkpoint without extensions"
         )
     if any(type(number) is not int or number < 0 for number in (offset, nbytes)):
-        raise ValueError(f"{key} lies at {offset!r:.40}, {nbytes!r:.40} bytes long")
+        raise ValueError(f"{key} lies at {brief(offset, 40)}, {brief(nbytes, 40)} bytes long")
     return Range(file, offset, nbytes)
 
 
@@ -150,18 +164,18 @@ def _tensor(
     path: Path,
     name: str,
     entry: Mapping[str, Any],
-    places: Mapping[tuple[str, Shape | None], Range],
+    places: Mapping[tuple[str, str], Range],
 ) -> StoredTensor:
     properties = entry["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     if not isinstance(dtype, TorchDtype) or dtype.name not in ITEMSIZE:
-        raise CorruptCheckpoint(f"{path}: {name} is of {dtype!r:.60}, which can't be read")
+        raise CorruptCheckpoint(f"{path}: {name} is of {brief(dtype)}, which can't be read")
     shape = _shape(entry["size"])
     chunks = []
     for chunk in entry["chunks"]:
         offset = _shape(chunk.state["offsets"])
         sizes = _shape(chunk.state["sizes"])
-        place = places.get((name, offset))
+        place = places.get(_index(name, offset))
         if place is None:
             raise CorruptCheckpoint(
                 f"{path}: has no file for the chunk of {name} at {list(offset)}; "
@@ -174,7 +188,7 @@ def _tensor(
 
 def _shape(value: object) -> Shape:
     if type(value) is not tuple:
-        raise ValueError(f"{value!r:.80} is not a shape")
+        raise ValueError(f"{brief(value)} is not a shape")
     return as_shape(value)
 
 

@@ -6,6 +6,7 @@ Shard of the same axis divides the part that the first one left. Pickles refer t
 are read as inert records. Source: torch/distributed/tensor of torch 2.4 to 2.13.
 """
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from formats.errors import CorruptCheckpoint, UnsupportedInput
 from formats.pickle_records import Opaque
 from formats.tensor import LazyTensor, Shape, as_shape
+from formats.wording import brief
 
 _MESH_AXES = 8
 
@@ -68,11 +70,11 @@ def _rebuilt(value: Opaque, what: str) -> tuple[Shape, Part]:
 
 
 def _attributes(state: Any) -> Mapping[str, Any]:
-    """The attributes of an object, from its __dict__ or from its slots."""
-    found: dict[str, Any] = {}
-    for each in state if isinstance(state, tuple) else (state,):
-        found |= each or {}
-    return found
+    """The attributes of an object, from its __dict__ or from its slots. Nothing is copied: objects may share a state."""
+    if not isinstance(state, tuple):
+        return state or {}
+    own, slots = state
+    return ChainMap(slots or {}, own or {})
 
 
 def _mesh_sizes(mesh: Mapping[str, Any]) -> Shape:
@@ -93,7 +95,7 @@ def _axis_size(axis: Any) -> int:
         shape = _attributes(axis.state)["shape"]
         axis = shape[0] if isinstance(shape, tuple) and len(shape) == 1 else shape
     if type(axis) is not int or not 0 < axis < 1 << 20:
-        raise ValueError(f"a mesh with an axis {axis!r:.60}")
+        raise ValueError(f"a mesh with an axis {brief(axis)}")
     return axis
 
 

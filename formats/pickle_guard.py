@@ -22,7 +22,7 @@ from formats.pickle_records import (
 from formats.pickle_run import run
 
 __all__ = [
-    "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "load", "load_at",
+    "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "check_tree", "load", "load_at",
 ]  # fmt: skip
 
 _log = logging.getLogger("megaconv")
@@ -78,7 +78,7 @@ def load_at(
     machine = Machine(data, offset, persistent or _no_storages, tensor or _as_it_is)
     try:
         value = run(machine)
-        _check_tree(value, max(1_000_000, 16 * (machine.position - offset)))
+        check_tree(value, max(1_000_000, 16 * (machine.position - offset)))
     except UnsafeCallError as error:
         raise UnsafeContent(f"{source}: {error}") from None
     except _BROKEN as error:
@@ -107,8 +107,9 @@ def _as_it_is(record: TensorRecord) -> object:
     return record
 
 
-def _check_tree(root: object, limit: int) -> None:
-    """Refuse cycles, too many levels, and shared parts that multiply to more than `limit` values when walked."""
+def check_tree(root: object, limit: int = 1_000_000) -> None:
+    """Raise MalformedError for cycles, too many levels, and shared parts that multiply to more than `limit` values when
+    walked. The content of an Opaque is not looked at."""
     # (levels, values) of each container that holds others, by identity, as soon as the containers below it are known
     sizes: dict[int, tuple[int, int]] = {}
     path, on_path = [root], set[int]()

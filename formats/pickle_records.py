@@ -50,7 +50,7 @@ class Global:
     """True if calling it makes an Opaque without a warning."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class Opaque:
     """An object of a class that this reader does not know. It records how the object would be made, and never holds the
     object itself.
@@ -67,9 +67,17 @@ class Opaque:
     items: list[object] | None = None
     """Appended values, and (key, value) pairs that were set; None if there are none, as in nearly all records."""
 
+    @property
+    def _has_plain_args(self) -> bool:
+        return 1 <= len(self.args) <= 8 and all(_is_small(arg) for arg in self.args)
+
+    def __repr__(self) -> str:
+        """The class, and plain arguments. Attributes may hold one another, or multiply to any length."""
+        args = self.args if self._has_plain_args else "..."
+        return f"Opaque({self.module}.{self.name}, {args})"
+
     def _identity(self) -> object:
-        plain = 1 <= len(self.args) <= 8 and all(_is_small(arg) for arg in self.args)
-        if not plain or self.state is not None or self.items:
+        if not self._has_plain_args or self.state is not None or self.items:
             return id(self)
         # The hash of a text differs in each process: nobody can make many records of one hash.
         return self.module, self.name, repr(self.args)

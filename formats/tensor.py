@@ -20,6 +20,7 @@ from formats.input_file import InputFile as InputFile
 from formats.lazy_numpy import Bytes as Bytes
 from formats.lazy_numpy import np
 from formats.regular_files import open_regular
+from formats.wording import brief
 
 Shape = tuple[int, ...]
 
@@ -67,10 +68,10 @@ def as_shape(sizes: object) -> Shape:
     """A shape, offset or strides from a file, as a tuple. Raises ValueError unless it is a list or tuple of natural
     numbers."""
     if not isinstance(sizes, (list, tuple)) or len(sizes) > AXES:
-        raise ValueError(f"{sizes!r:.80} is not a list of at most {AXES} numbers")
+        raise ValueError(f"{brief(sizes)} is not a list of at most {AXES} numbers")
     for size in sizes:
         if type(size) is not int or not 0 <= size < AXIS:
-            raise ValueError(f"{list(sizes)!r:.80}: sizes and offsets must be natural numbers")
+            raise ValueError(f"{brief(list(sizes))}: sizes and offsets must be natural numbers")
     return tuple(sizes)
 
 

@@ -1,4 +1,10 @@
-"""Numbers with their nouns and verbs, for messages."""
+"""Numbers with their nouns and verbs, and values of files, for messages."""
+
+from reprlib import Repr
+
+_REPR = Repr()
+_REPR.maxlevel = 3
+_REPR.maxstring = _REPR.maxother = 200
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
@@ -9,3 +15,8 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 def are(number: int) -> str:
     """Return the verb for a number of things."""
     return "is" if number == 1 else "are"
+
+
+def brief(value: object, most: int = 80) -> str:
+    """Return a value of a file as at most so many characters. Large and nested values take no longer than small ones."""
+    return _REPR.repr(value)[:most]

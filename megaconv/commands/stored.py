@@ -25,6 +25,8 @@ from formats.ceilings import CONFIG_BYTES
 from formats.dcp_metadata import METADATA_NAME
 from formats.errors import CorruptCheckpoint
 from formats.partial_files import fetch_whole
+from formats.pickle_errors import MalformedError
+from formats.pickle_guard import check_tree
 from formats.pickle_records import Opaque
 from formats.regular_files import read_json
 from formats.tensor import FileTensor, InputFile, LazyTensor, Shape, StridedTensor, byte_count
@@ -250,22 +252,36 @@ def _orbax(path: Path) -> Contents | None:
     )
 
 
-def _torch_tensors(
-    value: object, file: str, prefix: str = "", depth: int = 0
-) -> Iterator[StoredTensor]:
-    """The tensors in nested dictionaries and lists, named by their keys."""
-    if isinstance(value, (FileTensor, StridedTensor)):
-        yield stored(prefix or "(the file itself)", value, file, value.offset)
-        return
-    if isinstance(value, Opaque) and isinstance(value.state, dict):
-        value = value.state
-    items: Iterator[tuple[object, object]] = iter(())
-    if depth < _DEEPEST and isinstance(value, Mapping):
-        items = iter(value.items())
-    elif depth < _DEEPEST and isinstance(value, (list, tuple)):
-        items = iter(enumerate(value))
-    for key, item in items:
-        yield from _torch_tensors(item, file, f"{prefix}.{key}" if prefix else str(key), depth + 1)
+def _torch_tensors(value: object, file: str) -> Iterator[StoredTensor]:
+    """The tensors in nested dictionaries, lists and objects, named by their keys. Each object is entered once."""
+    entered = set[int]()
+    rest: list[tuple[str, int, object]] = [("", 0, value)]
+    while rest:
+        prefix, depth, each = rest.pop()
+        if isinstance(each, (FileTensor, StridedTensor)):
+            yield stored(prefix or "(the file itself)", each, file, each.offset)
+            continue
+        if isinstance(each, Opaque):
+            each = _attributes(each, entered)
+        inner: list[tuple[object, object]] = []
+        if depth < _DEEPEST and isinstance(each, Mapping):
+            inner = list(each.items())
+        elif depth < _DEEPEST and isinstance(each, (list, tuple)):
+            inner = list(enumerate(each))
+        for key, item in reversed(inner):
+            rest.append((f"{prefix}.{key}" if prefix else str(key), depth + 1, item))
+
+
+def _attributes(record: Opaque, entered: set[int]) -> Mapping[Any, Any]:
+    """The attributes of an object that wasn't entered before; empty if they can't be walked."""
+    if id(record) in entered or not isinstance(record.state, dict):
+        return {}
+    entered.add(id(record))
+    try:
+        check_tree(record.state)
+    except MalformedError:
+        return {}
+    return record.state
 
 
 def _rank_facts(value: object) -> dict[str, str]:
