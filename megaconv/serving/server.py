@@ -6,6 +6,7 @@ rebinding). The header `Host` shows that name, so requests with another one than
 
 import logging
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,7 +37,11 @@ class Server(ThreadingHTTPServer):
     def __init__(
         self, address: tuple[str, int], repositories: Mapping[str, Repository], max_memory: int
     ) -> None:
-        """address: host and port; port 0: any that is free. max_memory: of the windows that are computed at once."""
+        """address: host and port; port 0: any that is free. max_memory: of the windows that are computed at once.
+
+        Raises OSError if the address can't be listened at.
+        """
+        self.address_family = _family_of(address[0])
         super().__init__(address, _Request)
         self.repositories = repositories
         self.is_local = address[0] in LOCAL
@@ -45,13 +50,21 @@ class Server(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """The address, as clients need it in HF_ENDPOINT."""
-        return f"http://{self.server_address[0]!s}:{self.server_port}"
+        host = str(self.server_address[0])
+        name = f"[{host}]" if ":" in host else host
+        return f"http://{name}:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that leave."""
         error = sys.exc_info()[1]
         if not isinstance(error, ConnectionError | TimeoutError):
             _log.error("a request of %s failed: %r", client_address[0], error)
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    """Return the kind of a host's addresses: IPv4 if there is one, as for `localhost`. Raises OSError for an unknown host."""
+    found = {family for family, *_ in socket.getaddrinfo(host or None, 0)}
+    return socket.AF_INET6 if found == {socket.AF_INET6} else socket.AF_INET
 
 
 class _Request(BaseHTTPRequestHandler):

@@ -17,7 +17,7 @@ import pytest
 from megaconv.serving.server import Server
 from tests.conftest import FIXTURES
 from tests.models import write_llama
-from tests.runs import run
+from tests.runs import assert_refused, run
 from tests.serving.servers import MEMORY, ask, serving
 
 RUN = FIXTURES / "core-llama-tp2pp2" / "checkpoint"
@@ -136,6 +136,30 @@ def test_a_page_of_another_site_gets_nothing() -> None:
         assert ask(server, "/", Host="evil.example").status == 403
         assert ask(server, WEIGHTS, Host="evil.example:8700").status == 403
         assert ask(server, "/", Host=f"localhost:{server.server_port}").status == 200
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_address_of_ipv6_is_served() -> None:
+    with Server(("::1", 0), {}, MEMORY) as server:
+        assert server.url == f"http://[::1]:{server.server_port}"
+        assert server.is_local
+        socket.create_connection(("::1", server.server_port)).close()
+
+
+def test_an_error_of_the_host_asks_for_another_host_and_one_of_the_port_for_another_port() -> None:
+    outcome = run("serve-hf", RUN, "--host", "nowhere.invalid")
+    assert_refused(outcome, 2, "--host nowhere.invalid", "choose another host")
+    with Server(("127.0.0.1", 0), {}, MEMORY) as server:
+        outcome = run("serve-hf", RUN, "--port", server.server_port)
+    assert_refused(outcome, 2, f"--port {server.server_port}", "choose another port")
 
 
 def test_a_source_that_changes_is_no_longer_served(tmp_path: Path) -> None:

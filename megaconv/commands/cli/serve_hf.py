@@ -1,5 +1,6 @@
 """`megaconv serve-hf`."""
 
+import errno
 import sys
 from contextlib import suppress
 from typing import Annotated
@@ -55,8 +56,11 @@ def serve_hf(
     try:
         server = Server((host, port), repositories, options.max_memory)
     except OSError as error:
+        # Any other error is one of the host: it is unknown, or another machine's address.
+        is_of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = f"choose another {'port' if is_of_port else 'host'}"
         raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}; choose another port"
+            f"--host {host} --port {port}: {error.strerror or error}; {advice}"
         ) from error
     with server, suppress(Interrupted):
         show(f"serving {', '.join(repositories)} at {server.url}")
