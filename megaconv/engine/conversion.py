@@ -19,7 +19,7 @@ from megaconv.engine.gathered import entries_left_to, gather_digests
 from megaconv.engine.lineage import patched_places, source_name
 from megaconv.engine.opening import open_source
 from megaconv.engine.output_check import verify_fingerprint
-from megaconv.engine.outputs import output_at, parts_of
+from megaconv.engine.outputs import output_at, parts_of, remove_failed, say_complete
 from megaconv.engine.parts import PartPlan, in_order
 from megaconv.engine.plan import block_bytes, default_workers
 from megaconv.engine.preparation import prepare, workers_of
@@ -32,7 +32,7 @@ from megaconv.engine.source_check import PATCH, SourceCheck, check_source
 from megaconv.engine.stream import MAX_WAITING, Stream, Unit
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.engine.transfer import Transfer
-from megaconv.errors import Cancelled, CheckpointError, Interrupted, is_interruption
+from megaconv.errors import Cancelled, CheckpointError
 from megaconv.hub import Place, resolve
 from megaconv.input import find_input, input_at
 from megaconv.model.ir import Key, Source
@@ -75,9 +75,8 @@ def convert(
                 complete,
             )
     except BaseException as error:
-        if complete and is_interruption(error):
-            kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
-            raise kind(f"{complete[0]} is complete") from None
+        if complete:
+            say_complete(complete[0], error)
         if complete and isinstance(error, CheckpointError):
             raise CheckpointError(f"{error}; {complete[0]} is complete") from error
         raise
@@ -204,8 +203,8 @@ def _convert(
         job.opened.abandon()
         if options.resume and interrupted:
             job.staging.keep()
-        elif not job.staging.discard() and isinstance(error, Interrupted):
-            raise Interrupted(f"`megaconv clean {save_dir}` removes what is left") from error
+        else:
+            remove_failed(job.staging, save_dir, error)
         raise
     finally:
         if job.staging.committed:

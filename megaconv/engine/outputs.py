@@ -14,7 +14,7 @@ from megaconv.engine.parts import PartPlan, in_parts
 from megaconv.engine.plan import OutputPlan
 from megaconv.engine.ranks import ALONE, Ranks
 from megaconv.engine.record import RECORD_NAME
-from megaconv.errors import UsageError
+from megaconv.errors import Interrupted, UsageError, is_interruption
 from megaconv.model.ir import Key, TensorInfo
 from megaconv.options import ConvertOptions
 from megaconv.store_inputs import output_prefix, writable_store
@@ -54,6 +54,22 @@ def _refuse_store_options(options: ConvertOptions) -> None:
     for name, is_given in given.items():
         if is_given:
             raise UsageError(f"{name}: is for an output in an object store; leave it out")
+
+
+def remove_failed(staging: Target, save_dir: str | Path, error: BaseException) -> None:
+    """Remove what a failed run has written.
+
+    Raises Interrupted with the command that does, if the run was interrupted and something is left in a store.
+    """
+    if not staging.discard() and isinstance(error, Interrupted):
+        raise Interrupted(f"`megaconv clean {save_dir}` removes what is left") from error
+
+
+def say_complete(save_dir: str | Path, error: BaseException) -> None:
+    """Raise an interruption again, with the message that the output is complete. Leaves other errors alone."""
+    if is_interruption(error):
+        kind = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else Interrupted
+        raise kind(f"{save_dir} is complete") from None
 
 
 def parts_of(

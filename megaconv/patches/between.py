@@ -6,9 +6,10 @@ from pathlib import Path
 
 from formats.opened import OpenedFiles
 from formats.stores.addresses import is_store
+from formats.target import Target
 from megaconv.commands.comparison import find_both, open_both, source_checks
 from megaconv.engine.lineage import lineage_of_patch, patched_places
-from megaconv.engine.outputs import output_at
+from megaconv.engine.outputs import output_at, say_complete
 from megaconv.engine.plan import default_workers
 from megaconv.engine.target import refuse_loss, refuse_place
 from megaconv.input import Input
@@ -40,14 +41,31 @@ def make_between(
 
     sparse: the engine whose sparse update is written in place of a patch. Raises CheckpointError.
     """
-    watcher = watcher or Watcher()
     refuse_place(save_dir)
-    load = options.load
     if sparse is not None:
         require_engine(sparse)
         refuse_resume(resume=options.resume)
-        load = replace(load, optimizer=False)
     staging = output_at(save_dir, options)
+    try:
+        made = _make(old, new, save_dir, staging, options, sparse, watcher or Watcher())
+    except BaseException as error:
+        if staging.committed:
+            say_complete(save_dir, error)
+        raise
+    return _placed(made, save_dir)
+
+
+def _make(
+    old: str | Path,
+    new: str | Path,
+    save_dir: str | Path,
+    staging: Target,
+    options: ConvertOptions,
+    sparse: str | None,
+    watcher: Watcher,
+) -> PatchReport:
+    """See make_between. staging: the output at save_dir."""
+    load = options.load if sparse is None else replace(options.load, optimizer=False)
     inputs = find_both(old, new, load, (options.loader, options.loader))
     _require_kept(inputs, save_dir, options, INDEX if sparse is None else SPARSE_INDEX)
     opened = OpenedFiles()
@@ -58,7 +76,7 @@ def make_between(
     workers = options.workers or default_workers(writing=False)
     if sparse is not None:
         watcher.expect(2 * nbytes)
-        update = make_sparse(
+        return make_sparse(
             left,
             right,
             staging,
@@ -67,9 +85,8 @@ def make_between(
             advance=watcher.advance,
             checks=checks,
         )
-        return _placed(update, save_dir)
     watcher.expect(nbytes)
-    patch = make_patch(
+    return make_patch(
         left,
         right,
         staging,
@@ -81,7 +98,6 @@ def make_between(
         lineage=lineage_of_patch(*inputs),
         checks=checks,
     )
-    return _placed(patch, save_dir)
 
 
 def _placed(report: PatchReport, save_dir: str | Path) -> PatchReport:

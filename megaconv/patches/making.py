@@ -21,6 +21,7 @@ from formats.tensor import ITEMSIZE, Box, LazyTensor, row_blocks
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import Fingerprint, combine, tensor_hasher
 from megaconv.engine.lineage import Lineage
+from megaconv.engine.outputs import remove_failed
 from megaconv.engine.plan import BLOCK_BYTES, OutputPlan
 from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.run_identity import source_files
@@ -124,7 +125,7 @@ def make_patch(
         if resume and is_interruption(error):
             staging.keep()
         else:
-            staging.discard()
+            remove_failed(staging, staging.target, error)
         raise
     return report if lineage is None else replace(report, notices=lineage.notices)
 

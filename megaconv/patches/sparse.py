@@ -33,6 +33,7 @@ from formats.stores.target import StoreTarget
 from formats.target import Target
 from formats.tensor import ITEMSIZE, Shape
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
+from megaconv.engine.outputs import remove_failed
 from megaconv.engine.source_check import SourceCheck
 from megaconv.errors import ModelsDiffer, NotExpressible, UsageError
 from megaconv.model.ir import WEIGHT, Header, Source
@@ -150,9 +151,10 @@ def make_sparse(
             check.compare(found)
         staging.finish()
         staging.commit()
-    finally:
+    except BaseException as error:
         if not staging.committed:
-            staging.discard()
+            remove_failed(staging, staging.target, error)
+        raise
     return report
 
 

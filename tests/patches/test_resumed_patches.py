@@ -9,10 +9,11 @@ import pytest
 
 from megaconv.commands.endings import GO_ON, NOTHING_LEFT
 from megaconv.patches import making
+from tests.commands.test_process import AT_CALL
 from tests.forks import start
 from tests.models import write_llama
 from tests.patches.test_patches import applied, make, require_equal, trained
-from tests.runs import assert_refused, finish, run, snapshot
+from tests.runs import Outcome, assert_refused, finish, run, snapshot
 
 DIES_IN_DELTA = """
 import os
@@ -102,6 +103,19 @@ def test_an_interrupted_delta_says_what_it_keeps(
     outcome = finish(start(*words, before=interrupted))
     assert (outcome.status, outcome.err) == (130, f"megaconv: interrupted; {message}\n")
     assert (tmp_path / ".patch.megaconv-partial").exists() == is_kept
+
+
+@pytest.mark.parametrize("sparse", [[], ["--sparse", "vllm"]])
+def test_a_signal_after_the_commit_of_a_delta_reports_the_complete_output(
+    models: tuple[Path, Path, Path], tmp_path: Path, sparse: list[str]
+) -> None:
+    old, new, _ = models
+    late = AT_CALL.format(owner="formats.staging.Staging", name="commit", number=15)
+    words = ("delta", old, new, "--save-dir", tmp_path / "patch", *sparse)
+    outcome = finish(start(*words, before=late))
+    complete = f"megaconv: interrupted; {tmp_path / 'patch'} is complete\n"
+    assert outcome == Outcome(130, "", complete)
+    assert (tmp_path / "patch").is_dir()
 
 
 def cut(data: bytearray, place: int) -> bytearray:

@@ -120,7 +120,10 @@ def test_a_command_that_waits_for_a_store_can_be_interrupted(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_an_interrupted_run_that_cannot_remove_its_work_says_so(writable: SmallStore) -> None:
+@pytest.mark.parametrize("command", ["convert", "delta"])
+def test_an_interrupted_run_that_cannot_remove_its_work_says_so(
+    writable: SmallStore, command: str, tmp_path: Path
+) -> None:
     asked = threading.Event()
 
     def refuse(request: Asked) -> small_store.Fault | None:
@@ -129,7 +132,14 @@ def test_an_interrupted_run_that_cannot_remove_its_work_says_so(writable: SmallS
         return small_store.Fault("status", 503, "SlowDown") if asked.is_set() else None
 
     writable.hook, writable.retry_after = refuse, "60"
-    process = start("convert", LLAMA, f"s3://{BUCKET}/out", "--saver", "hf")
+    words: tuple[object, ...] = (LLAMA, f"s3://{BUCKET}/out", "--saver", "hf")
+    if command == "delta":
+        models = [
+            write_llama(tmp_path / str(seed), layers=1, hidden=256, vocab=8192, seed=seed)
+            for seed in (1, 2)
+        ]
+        words = (*models, "--save-dir", f"s3://{BUCKET}/out")
+    process = start(command, *words)
     assert asked.wait(20)
     time.sleep(0.5)  # the command has the answer, and waits
     process.send_signal(signal.SIGINT)
