@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from formats.errors import CorruptCheckpoint, UnsupportedInput
-from formats.pickle_records import Opaque
+from formats.pickle_records import Global, Opaque
 from formats.tensor import LazyTensor, Shape, as_shape
 from formats.wording import brief
 
@@ -33,6 +33,11 @@ class Part:
 
 def part_of(value: Any, what: str) -> tuple[Shape, Part]:
     """(shape of the whole tensor, this rank's part) of a pickled DTensor."""
+    if _is_sharded_tensor(value):
+        raise UnsupportedInput(
+            f"{what} is a ShardedTensor of FSDP 1 without a device mesh, which is not supported; save the model again with a "
+            "device mesh (verl: strategy fsdp2), or as a full state dict (FSDP's FULL_STATE_DICT)"
+        )
     if not isinstance(value, Opaque) or value.name != "_rebuild_wrapper_subclass":
         kind = f"{value.module}.{value.name}" if isinstance(value, Opaque) else type(value).__name__
         raise UnsupportedInput(f"{what} is neither a tensor nor a DTensor ({kind})")
@@ -42,6 +47,13 @@ def part_of(value: Any, what: str) -> tuple[Shape, Part]:
         raise CorruptCheckpoint(
             f"{what}: is not a DTensor of a known form ({type(error).__name__}: {error!s:.200})"
         ) from error
+
+
+def _is_sharded_tensor(value: Any) -> bool:
+    if not isinstance(value, Opaque):
+        return False
+    made = value.args[0] if value.args else None
+    return isinstance(made, Global) and made.name == "ShardedTensor"
 
 
 def shard_of(value: Any) -> int:

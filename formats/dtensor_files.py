@@ -16,13 +16,10 @@ from typing import Any
 from formats import torch_zip
 from formats.chunked import Chunk, ChunkedTensor, require_cover
 from formats.dtensor import Part, part_of, shard_of
-from formats.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
-from formats.pickle_scan import UNSAFE, scan_file
+from formats.errors import CorruptCheckpoint
 from formats.tensor import FileTensor, LazyTensor, Shape, byte_count
 
 _FILE = re.compile(r"(\w+)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-_CALLED_FOR_SHARDED = {"builtins.getattr", "torch.distributed.remote_device._remote_device"}
 
 
 @dataclass(frozen=True)
@@ -109,27 +106,12 @@ def files_of(path: Path, kind: str) -> list[Path]:
 
 def read_file(file: Path) -> Mapping[str, Any]:
     """The dictionary in the file of a rank, with DTensors as inert records."""
-    try:
-        value = torch_zip.read(file)
-    except UnsafeContent as error:
-        if not _holds_sharded_tensors(file):
-            raise
-        raise UnsupportedInput(
-            f"{file}: holds ShardedTensors of FSDP 1 without a device mesh, which are not supported; save the model again with a "
-            "device mesh (verl: strategy fsdp2), or as a full state dict (FSDP's FULL_STATE_DICT)"
-        ) from error
+    value = torch_zip.read(file)
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
         raise CorruptCheckpoint(
             f"{file}: expected a dictionary by name, found {type(value).__name__}"
         )
     return value
-
-
-def _holds_sharded_tensors(file: Path) -> bool:
-    """True if all unsafe calls of a file come from pickled ShardedTensors."""
-    names = [each.names for each in scan_file(file)]
-    unsafe = {name for found in names for name, judged in found.items() if judged == UNSAFE}
-    return unsafe <= _CALLED_FOR_SHARDED and any(_SHARDED_TENSOR in found for found in names)
 
 
 def join(name: str, values: Sequence[Any], files: Sequence[Path]) -> LazyTensor:

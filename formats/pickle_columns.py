@@ -17,8 +17,8 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
+from formats.pickle_arrays import naturals
 from formats.pickle_errors import MalformedError
-from formats.pickle_globals import naturals
 from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
 

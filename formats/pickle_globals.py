@@ -9,12 +9,20 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from functools import lru_cache
-from math import prod
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import cast
 
-from formats.ceilings import AXES, AXIS
-from formats.lazy_numpy import np
+from formats.pickle_arrays import (
+    as_tuple,
+    build_array,
+    naturals,
+    numpy_dtype,
+    numpy_empty,
+    numpy_from_buffer,
+    numpy_scalar,
+    tensor_v1,
+    tensor_v2,
+    tensor_v3,
+)
 from formats.pickle_errors import MalformedError, UnsafeCallError
 from formats.pickle_keys import KeyCheck
 from formats.pickle_records import (
@@ -27,7 +35,6 @@ from formats.pickle_records import (
     TensorRecord,
     TorchDtype,
 )
-from formats.tensor import Shape
 
 TensorHook = Callable[[TensorRecord], object]
 
@@ -50,22 +57,23 @@ _HARMLESS = {
 """Classes of the standard library, and of Megatron-LM's first release (fp16), that may become Opaque records."""
 
 _ORDINARY = re.compile(
-    r"""torch\.(device|Generator|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
-    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh|_mesh_layout))\.([a-z_]\w*\.)*_?[A-Z]\w*
-    |numpy\.random\._pickle\.__\w+_ctor|numpy\.random\.([a-z_]\w*\.)*[A-Z]\w*|numpy\.dtypes\.\w+|numpy\.ma\.core\._mareconstruct
+    r"""torch\.(device|Generator|_C\.Generator|distributed\.remote_device\._remote_device|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
+    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh|_mesh_layout))\.([a-z_]\w*\.)*(_?[A-Z]\w*\.)*_?[A-Z]\w*
+    |numpy\.random\._pickle\.__\w+_ctor|numpy\.random\.bit_generator\.__pyx_unpickle_\w+|numpy\.random\.([a-z_]\w*\.)*[A-Z]\w*|numpy\.dtypes\.\w+|numpy\.ma\.core\._mareconstruct
     |torch\.distributed\.checkpoint\.metadata\._MEM_FORMAT_ENCODING""",
     re.VERBOSE,
 )
 """Names of torch and numpy that checkpoints use: functions by name, and classes of some modules."""
 
 _DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d+\w*")
-_NUMPY_CODE = re.compile(r"[?b]|b1|[iu][1248]|f[248]|c(8|16)|[SUV]\d{1,4}")
 _RENAMED = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
     "_io": "io",
     "pathlib._local": "pathlib",
 }
+_RENAMED_BUILTINS = {"xrange": "range", "long": "int", "unicode": "str"}
+"""Python pickles these names as Python 2 had them, up to protocol 2, in which torch saves."""
 
 
 def resolve(module: str, name: str) -> object:
@@ -76,6 +84,8 @@ def resolve(module: str, name: str) -> object:
     if max(len(module), len(name)) > 1024 or not (module + name).isprintable():
         raise MalformedError("a class whose name is not a name")
     module = _RENAMED.get(module, module)
+    if module == "builtins":
+        name = _RENAMED_BUILTINS.get(name, name)
     if module.startswith("numpy.core."):
         module = "numpy._core." + module.removeprefix("numpy.core.")
     if module == "torch" and _DTYPE.fullmatch(name):
@@ -118,7 +128,7 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
         return args[0]
     if key in _BY_TYPE:
         _require_rebuilding(args[0])
-        made = call(args[0], _tuple(args[2]), tensor)
+        made = call(args[0], as_tuple(args[2]), tensor)
         if type(made) is Opaque and len(args) > 3:
             made.state = args[3]  # the place of a DTensor's part in the whole
         return made
@@ -126,12 +136,29 @@ def call(function: object, args: tuple[object, ...], tensor: TensorHook) -> obje
         return call(args[0], (), tensor)
     if key in _VALUES:
         return _VALUES[key](*args)
+    found = member(function, args)
+    if found is not None:
+        return found
     if _is_record(*key):
         return Opaque(*key, args)
     what = f"{function.module}.{function.name}"
     raise UnsafeCallError(
         f"asks to call {what}; the file is a program, not a checkpoint; nothing was executed"
     )
+
+
+def member(function: Global, args: tuple[object, ...]) -> object | None:
+    """The name in a class that a call of getattr asks for; None for another call.
+
+    Python 3.11.0 to 3.11.3 pickles a member of an enumeration so, and protocol 2 a class in a class. Nothing is looked up.
+    """
+    if (function.module, function.name) != ("builtins", "getattr") or len(args) != 2:
+        return None
+    owner, name = args
+    if type(owner) is not Global or not _is_record(owner.module, owner.name):
+        return None
+    is_name = isinstance(name, str) and name.isidentifier()
+    return resolve(owner.module, f"{owner.name}.{name}") if is_name else None
 
 
 def _require_rebuilding(function: object) -> None:
@@ -160,56 +187,15 @@ def build(target: object, state: object) -> None:
     ):
         vars(target).update(state)
     elif type(target) is NumpyArray:
-        _build_array(target, _tuple(state))
+        build_array(target, as_tuple(state))
     elif type(target) is NumpyDtype:
-        _, order, base, names, *_ = _tuple(state)
+        _, order, base, names, *_ = as_tuple(state)
         if order not in ("<", ">", "|", "=") or base is not None or names is not None:
             raise MalformedError("a numpy array that is not plain numbers")
         target.order = "<" if order == "=" else str(order)
     elif type(target) is not dict:
         # An OrderedDict may have attributes (`_metadata` of a state dict). They are not needed.
         raise MalformedError(f"attributes for a {type(target).__name__}")
-
-
-def _tuple(value: object) -> tuple[object, ...]:
-    if type(value) is not tuple:
-        raise MalformedError(f"a tuple was expected, not a {type(value).__name__}")
-    return value
-
-
-def naturals(values: object) -> Shape:
-    sizes = _tuple(values)
-    if len(sizes) > AXES:
-        raise MalformedError(f"a shape of more than {AXES} axes")
-    for size in sizes:
-        if type(size) is not int or not 0 <= size < AXIS:
-            raise MalformedError("a shape, stride or offset that is not made of natural numbers")
-    return cast(Shape, sizes)
-
-
-def _tensor_v1(storage: object, offset: object, shape: object, strides: object) -> TensorRecord:
-    (start,) = naturals((offset,))
-    record = TensorRecord(storage, start, naturals(shape), naturals(strides))
-    if len(record.shape) != len(record.strides):
-        raise MalformedError("a tensor with more axes than strides, or fewer")
-    return record
-
-
-def _tensor_v2(
-    storage: object, offset: object, shape: object, strides: object,
-    grad: object, hooks: object, metadata: object = None,
-) -> TensorRecord:  # fmt: skip
-    return _tensor_v1(storage, offset, shape, strides)
-
-
-def _tensor_v3(
-    storage: object, offset: object, shape: object, strides: object,
-    grad: object, hooks: object, dtype: object, metadata: object = None,
-) -> TensorRecord:  # fmt: skip
-    if type(dtype) is not TorchDtype:
-        raise MalformedError("a tensor without a dtype")
-    record = _tensor_v1(storage, offset, shape, strides)
-    return TensorRecord(record.storage, record.offset, record.shape, record.strides, dtype.name)
 
 
 def _dict(pairs: object = (), /) -> dict[object, object]:
@@ -269,53 +255,10 @@ def _path(flavour: type[PurePosixPath] | type[PureWindowsPath]) -> Callable[...,
     return join
 
 
-def _numpy_dtype(code: object, align: object = False, copy: object = True, /) -> NumpyDtype:
-    if not isinstance(code, str) or not _NUMPY_CODE.fullmatch(code):
-        raise MalformedError(
-            f"a numpy array of {code[:20] if isinstance(code, str) else 'something'}, not of numbers"
-        )
-    return NumpyDtype(code, "|" if np.dtype(code).itemsize == 1 else "<")
-
-
-def _numpy_empty(kind: object, shape: object, code: object, /) -> NumpyArray:
-    return NumpyArray()
-
-
-def _numpy_from_buffer(data: object, dtype: object, shape: object, order: object, /) -> NumpyArray:
-    """An array as numpy pickles it in protocol 5."""
-    array = NumpyArray()
-    _build_array(array, (None, shape, dtype, order == "F", data))
-    return array
-
-
-def _build_array(array: NumpyArray, state: tuple[object, ...]) -> None:
-    _, shape, dtype, fortran, data = state
-    if type(dtype) is not NumpyDtype or type(data) is not bytes or type(fortran) not in (bool, int):
-        raise MalformedError("a numpy array that is not plain numbers")
-    sizes = naturals(shape)
-    if prod(sizes) * np.dtype(str(dtype)).itemsize != len(data):
-        raise MalformedError(f"a numpy array {list(sizes)} of {dtype} in {len(data)} bytes")
-    array.dtype, array.shape, array.data, array.fortran = str(dtype), sizes, data, bool(fortran)
-
-
-def _numpy_scalar(dtype: object, data: object, /) -> object:
-    """A Python number. Text and raw bytes stay a record."""
-    if (
-        type(dtype) is not NumpyDtype
-        or type(data) is not bytes
-        or len(data) != np.dtype(str(dtype)).itemsize
-    ):
-        raise MalformedError("a numpy number of the wrong length")
-    if dtype.code[0] in "SUV":
-        return NumpyArray(str(dtype), (), data)
-    number: object = np.frombuffer(data, str(dtype))[0].item()
-    return number
-
-
 _TENSORS: dict[tuple[str, str], Callable[..., TensorRecord]] = {
-    ("torch._utils", "_rebuild_tensor"): _tensor_v1,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_tensor"): tensor_v1,
+    ("torch._utils", "_rebuild_tensor_v2"): tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): tensor_v3,
 }
 _WRAPPERS = {
     ("torch._utils", "_rebuild_parameter"),
@@ -338,10 +281,10 @@ _VALUES: dict[tuple[str, str], Callable[..., object]] = {
     ("collections", "OrderedDict"): _dict,
     ("collections", "defaultdict"): lambda factory=None: {},
     ("collections", "deque"): lambda values=(), length=None: _list(values),
-    ("numpy", "dtype"): _numpy_dtype,
-    ("numpy._core.multiarray", "_reconstruct"): _numpy_empty,
-    ("numpy._core.multiarray", "scalar"): _numpy_scalar,
-    ("numpy._core.numeric", "_frombuffer"): _numpy_from_buffer,
+    ("numpy", "dtype"): numpy_dtype,
+    ("numpy._core.multiarray", "_reconstruct"): numpy_empty,
+    ("numpy._core.multiarray", "scalar"): numpy_scalar,
+    ("numpy._core.numeric", "_frombuffer"): numpy_from_buffer,
     ("pathlib", "Path"): _path(PurePosixPath),
     ("pathlib", "PosixPath"): _path(PurePosixPath),
     ("pathlib", "PurePath"): _path(PurePosixPath),

@@ -73,8 +73,13 @@ def load_at(
     persistent: PersistentHook | None,
     source: str,
     tensor: TensorHook | None = None,
+    *,
+    warns: bool = True,
 ) -> tuple[object, int]:
-    """The object in the pickle that starts at offset, and the offset after it. In all else it is like `load`."""
+    """The object in the pickle that starts at offset, and the offset after it. In all else it is like `load`.
+
+    warns: False for a pickle that is read once more afterwards.
+    """
     machine = Machine(data, offset, persistent or _no_storages, tensor or _as_it_is)
     try:
         value = run(machine)
@@ -90,7 +95,7 @@ def load_at(
         raise CorruptCheckpoint(
             f"{source}: a broken pickle near byte {machine.position}: {reason}; copy or save the file again"
         ) from error
-    for name in sorted(machine.unusual):
+    for name in sorted(machine.unusual) if warns else ():
         _log.warning(
             "%s: asks to call %s, which no checkpoint needs; it was not called, and its result is left out",
             source,

@@ -13,6 +13,7 @@ STORAGE_DTYPES = {
     "ByteStorage": "uint8", "BoolStorage": "bool",
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
     "QInt8Storage": "qint8", "QUInt8Storage": "quint8", "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
     "UntypedStorage": "uint8", "_UntypedStorage": "uint8",
 }  # fmt: skip
 """torch's storage class -> dtype of its elements."""
@@ -124,3 +125,5 @@ class TensorRecord:
     strides: Shape
     dtype: str | None = None
     """The dtype; None for that of the storage."""
+    negated: bool = False
+    """True for a view whose values are the negative or conjugate numbers of the stored ones."""

@@ -18,7 +18,7 @@ from formats import torch_legacy
 from formats.ceilings import PICKLE_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.pickle_errors import MalformedError, UnsafeCallError
-from formats.pickle_globals import called_by, is_ordinary
+from formats.pickle_globals import called_by, is_ordinary, member
 from formats.pickle_machine import Machine
 from formats.pickle_records import Global, Opaque
 from formats.pickle_run import run
@@ -36,8 +36,9 @@ ORDINARY, NAMED, UNSAFE = "ordinary", "named", "unsafe"
 _PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
 """The first bytes of pickles. Pickles of protocols 0 and 1, which every reader accepts as well, have no such mark."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor")}
-"""Names that functions get as arguments to rebuild arrays and tensors."""
+_ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor"), ("builtins", "getattr")}
+"""Names that functions get as arguments to rebuild arrays and tensors. getattr counts as called only where it may give
+anything but a name in a class of a framework."""
 _PICKLES_OF_LEGACY = 5
 """Pickles of a legacy torch file: magic number, protocol, machine, object, names of storages."""
 _MOST_IN_A_ROW = 100_000
@@ -69,14 +70,17 @@ class _Scanner(Machine):
     by_columns = False
 
     def __init__(self, data: bytes | mmap, offset: int) -> None:
-        super().__init__(data, offset, lambda identity: None, lambda record: record)
+        super().__init__(data, offset, _class_of, lambda record: record)
         self.seen = _Seen()
 
     def resolve(self, module: str, name: str) -> object:
         found = super().resolve(module, name)
         if type(found) is Global:
-            self.seen.names[f"{found.module}.{found.name}"] = found
+            self._note(found)
         return found
+
+    def _note(self, found: Global) -> None:
+        self.seen.names[f"{found.module}.{found.name}"] = found
 
     def call(self, function: object, args: object) -> None:
         if not isinstance(function, Global | Opaque) or not isinstance(args, tuple):
@@ -84,6 +88,11 @@ class _Scanner(Machine):
         self.count_copies(args)
         self.make()
         if isinstance(function, Global):
+            found = member(function, args)
+            if type(found) is Global:
+                self._note(found)
+                self.stack.append(found)
+                return
             self.seen.called.update(
                 f"{each.module}.{each.name}" for each in called_by(function, args)
             )
@@ -93,6 +102,11 @@ class _Scanner(Machine):
         self.count_copies((state,))
         if isinstance(target, Global):  # this changes the class or function itself
             self.seen.called.add(f"{target.module}.{target.name}")
+
+
+def _class_of(identity: object) -> object:
+    """The class of a module in a legacy torch file; None for a storage."""
+    return identity[1] if torch_legacy.is_module(identity) else None
 
 
 def scan_pickle(data: bytes | mmap, offset: int = 0, place: str = "") -> Pickle:
@@ -148,12 +162,12 @@ def scan_file(path: Path, ranges: list[tuple[int, int]] | None = None) -> Iterat
     ):
         file = InputFile.open(path)
         for start, nbytes in [(0, file.size)] if ranges is None else ranges:
-            head = file.read(start, min(nbytes, len(torch_legacy.MAGIC), file.size - start))
+            head = file.read(start, min(nbytes, torch_legacy.MAGIC_BYTES, file.size - start))
             if head.startswith(ZIP):
                 yield from _of_archive(file, start, nbytes)
                 continue
             # The pickles of a legacy file are at its start; the pickles of other files may be anywhere.
-            read = min(nbytes, PICKLE_BYTES) if head == torch_legacy.MAGIC else nbytes
+            read = min(nbytes, PICKLE_BYTES) if head.startswith(torch_legacy.MAGICS) else nbytes
             file.require(start, start + read)
             yield from _of_content(data, start)
         file.close()
@@ -234,7 +248,7 @@ def _of_content(data: mmap | bytes, start: int = 0, where: str = "") -> Iterator
         if _cannot_be_chance(found):
             yield found
         return
-    legacy = data[start : start + len(torch_legacy.MAGIC)] == torch_legacy.MAGIC
+    legacy = data[start : start + torch_legacy.MAGIC_BYTES].startswith(torch_legacy.MAGICS)
     offset, number = start, 0
     while offset < len(data):
         found = scan_pickle(data, offset, where or f"byte {offset}")

@@ -7,16 +7,25 @@ per name: element count (int64) · elements
 import os
 from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
+from typing import TypeGuard
 
 from formats.ceilings import PICKLE_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.pickle_guard import load_at
 from formats.regular_files import open_regular
-from formats.tensor import ITEMSIZE, InputFile
-from formats.torch_storage import Storage, StorageId, lazy_tensor
+from formats.tensor import InputFile
+from formats.torch_storage import Storage, StorageId, itemsize, lazy_tensor
 
-MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
-"""The file's first bytes: the pickle of 0x1950a86a20f9469cfc6c."""
+_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+_FRAME = b"\x95" + len(_MAGIC).to_bytes(8, "little")
+MAGICS = (
+    b"\x80\2" + _MAGIC,
+    b"\x80\3" + _MAGIC,
+    b"\x80\4" + _FRAME + _MAGIC,
+    b"\x80\5" + _FRAME + _MAGIC,
+)
+"""The file's first bytes: the pickle of 0x1950a86a20f9469cfc6c, in the protocol that torch.save was called with."""
+MAGIC_BYTES = max(map(len, MAGICS))
 _PROTOCOL = 1001
 
 
@@ -48,7 +57,8 @@ def _contents(file: InputFile) -> Iterator[bytes | mmap]:
 
 def _read(file: InputFile, data: bytes | mmap) -> object:
     path = str(file.path)
-    protocol, offset = load_at(data, len(MAGIC), None, path)
+    _, offset = load_at(data, 0, None, path)
+    protocol, offset = load_at(data, offset, None, path)
     if protocol != _PROTOCOL:
         raise CorruptCheckpoint(
             f"{path}: is not of protocol {_PROTOCOL}; save it again with torch 1.6 or newer"
@@ -60,11 +70,13 @@ def _read(file: InputFile, data: bytes | mmap) -> object:
         )
     seen: dict[str, StorageId] = {}
 
-    def note(identity: object) -> StorageId:
+    def note(identity: object) -> object:
+        if is_module(identity):
+            return identity[1]
         storage = StorageId.parse(identity, path)
         return seen.setdefault(storage.name, storage)
 
-    _, offset = load_at(data, start, note, path)
+    _, offset = load_at(data, start, note, path, warns=False)
     names, offset = load_at(data, offset, None, path)
     storages = _locate(file, names, seen, offset)
     value, _ = load_at(
@@ -90,7 +102,7 @@ def _locate(
     for name in listed:
         expected = seen[name]
         found = int.from_bytes(file.read(offset, 8), "little", signed=True)
-        if expected.nbytes is None or found != expected.elements:
+        if found != expected.elements:
             raise CorruptCheckpoint(
                 f"{file.path}: has a storage of {found} elements of {expected.dtype}, "
                 f"expected {expected.elements}; copy or save the file again"
@@ -109,23 +121,32 @@ def _counts(names: list[str], seen: dict[str, StorageId], offset: int) -> list[t
     spans = []
     for name in names:
         spans.append((offset, offset + 8))
-        offset += 8 + (seen[name].nbytes or 0)
+        offset += 8 + seen[name].nbytes
     return spans
 
 
-def _part(identity: object, storages: dict[str, Storage], path: str) -> Storage:
-    """A whole storage or, in files of very old versions, a view of one: (its name, first element, elements)."""
+def is_module(identity: object) -> TypeGuard[tuple[object, ...]]:
+    """True for the class of a module: ("module", class, file of its code, its code)."""
+    return isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module"
+
+
+def _part(identity: object, storages: dict[str, Storage], path: str) -> object:
+    """A whole storage or, in files of very old versions, a view of one: (its name, first element, elements).
+
+    A module's class stays a name.
+    """
+    if is_module(identity):
+        return identity[1]
     part = StorageId.parse(identity, path)
     whole = storages[part.name]
     match part.view:
         case None:
             return whole
         case (_, int(first), int(count)) if first >= 0 and count >= 0:
-            itemsize = ITEMSIZE[whole.dtype]
-            if (first + count) * itemsize <= whole.nbytes:
-                return Storage(
-                    whole.file, whole.offset + first * itemsize, count * itemsize, whole.dtype
-                )
+            item_bytes = itemsize(whole.dtype)
+            if (first + count) * item_bytes <= whole.nbytes:
+                start = whole.offset + first * item_bytes
+                return Storage(whole.file, start, count * item_bytes, whole.dtype)
     raise CorruptCheckpoint(
         f"{path}: has a view that reaches past the end of its storage; copy or save the file again"
     )

@@ -10,6 +10,13 @@ from formats.pickle_records import StorageType, TensorRecord
 from formats.pickle_writer import contiguous_strides
 from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, StridedTensor
 
+_QUANTIZED = {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of an element of a storage. Tensors of quantized elements can't be read, but lie in files beside others."""
+    return _QUANTIZED.get(dtype) or ITEMSIZE[dtype]
+
 
 @dataclass(frozen=True)
 class StorageId:
@@ -33,9 +40,9 @@ class StorageId:
         )
 
     @property
-    def nbytes(self) -> int | None:
-        """Size in bytes; None for an element type that can't be read."""
-        return self.elements * ITEMSIZE[self.dtype] if self.dtype in ITEMSIZE else None
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.elements * itemsize(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -61,21 +68,25 @@ def lazy_tensor(record: TensorRecord) -> LazyTensor:
         raise CorruptCheckpoint(
             f"{what}: tensors of this type can't be read; convert it before it is saved"
         )
-    itemsize = ITEMSIZE[dtype]
-    start = storage.offset + record.offset * itemsize
+    if record.negated:
+        raise CorruptCheckpoint(
+            f"{what} is a lazy negative or conjugate of other numbers; save it with .resolve_neg().resolve_conj()"
+        )
+    item_bytes = ITEMSIZE[dtype]
+    start = storage.offset + record.offset * item_bytes
     if not prod(shape):
         return FileTensor(file, storage.offset, shape, dtype)
     extent = 1
     for size, stride in zip(shape, record.strides, strict=True):
         extent += (size - 1) * stride
-    if (record.offset + extent) * itemsize > storage.nbytes:
+    if (record.offset + extent) * item_bytes > storage.nbytes:
         raise CorruptCheckpoint(
             f"{what} reaches past the end of its storage of {storage.nbytes} bytes; save it again"
         )
     strides = _without_single(shape, record.strides)
     if strides == _without_single(shape, contiguous_strides(shape)):
         return FileTensor(file, start, shape, dtype, storage.check)
-    if prod(shape) * itemsize > storage.nbytes:
+    if prod(shape) * item_bytes > storage.nbytes:
         raise CorruptCheckpoint(
             f"{what} has more elements than its storage; save it with .contiguous()"
         )

@@ -81,7 +81,7 @@ def _read(file: InputFile) -> Saved:
     start = file.read(0, min(file.size, SEEN_BYTES))
     if start.startswith(b"PK\3\4"):
         return _read_zip(file)
-    if start.startswith(torch_legacy.MAGIC):
+    if start.startswith(torch_legacy.MAGICS):
         return Saved(torch_legacy.read(file), folder=None)
     instead = mistaken(start)
     if instead:
@@ -112,13 +112,12 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> Sav
     def storage(identity: object) -> Storage:
         part = StorageId.parse(identity, str(file.path))
         record = records.get(f"{root}/data/{part.name}")
-        if record is None or (part.nbytes or 0) > record.nbytes:
+        if record is None or part.nbytes > record.nbytes:
             found = f"has {record.nbytes} bytes" if record else "is missing"
             what = f"the storage {part.name[:80]!r} ({part.elements} elements of {part.dtype})"
             raise CorruptCheckpoint(f"{file.path}: {what} {found}; copy or save the file again")
-        nbytes = record.nbytes if part.nbytes is None else part.nbytes
         check = check_of(part.name, record)
-        return Storage(file, record.offset, nbytes, part.dtype, check)
+        return Storage(file, record.offset, part.nbytes, part.dtype, check)
 
     content = _content(file, records[f"{root}/data.pkl"])
     value = pickle_guard.load(content, storage, source=str(file.path), tensor=lazy_tensor)

@@ -159,7 +159,7 @@ def test_sharded_tensors_of_fsdp_1_get_their_next_step(tmp_path: Path) -> None:
         run("fingerprint", tmp_path),
         3,
         file,
-        "ShardedTensors",
+        "ShardedTensor",
         "without a device mesh",
         "FULL_STATE_DICT",
     )

@@ -63,7 +63,7 @@ def replace_pickle(source: Path, container: Container, change: Callable[[bytes],
 
 def _with_object(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
     """The object is the fourth of a file's five pickles, in front of which are a number, a version and the machine's sizes."""
-    ends = [len(torch_legacy.MAGIC)]
+    ends = [len(torch_legacy.MAGICS[0])]
     while len(ends) < 4:
         *_, (_, _, stop) = pickletools.genops(content[ends[-1] :])
         ends.append(ends[-1] + stop + 1)
