@@ -36,9 +36,8 @@ ORDINARY, NAMED, UNSAFE = "ordinary", "named", "unsafe"
 _PROTOCOLS = tuple(bytes([0x80, number]) for number in range(2, 6))
 """The first bytes of pickles. Pickles of protocols 0 and 1, which every reader accepts as well, have no such mark."""
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
-_ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor"), ("builtins", "getattr")}
-"""Names that functions get as arguments to rebuild arrays and tensors. getattr counts as called only where it may give
-anything but a name in a class of a framework."""
+_ARGUMENTS = {("numpy", "ndarray"), ("torch", "Tensor")}
+"""Names that functions get as arguments to rebuild arrays and tensors."""
 _PICKLES_OF_LEGACY = 5
 """Pickles of a legacy torch file: magic number, protocol, machine, object, names of storages."""
 _MOST_IN_A_ROW = 100_000

@@ -11,7 +11,7 @@ import torch
 from formats import pickle_guard, torch_zip
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.pickle_records import Global, Opaque
-from formats.pickle_scan import ORDINARY, UNSAFE, scan_file, scan_pickle
+from formats.pickle_scan import NAMED, ORDINARY, UNSAFE, scan_file, scan_pickle
 from formats.tensor import read_tensor
 
 _ENUM = b"cmegatron.core.enums\nModelType\n"
@@ -103,7 +103,7 @@ def test_members_of_enumerations_by_name_are_names() -> None:
     assert found == Global("megatron.core.enums", "ModelType.encoder_or_decoder")
     scanned = scan_pickle(b"\x80\x02" + member + b".").names
     assert UNSAFE not in scanned.values()
-    assert scanned["builtins.getattr"] == ORDINARY
+    assert scanned["builtins.getattr"] == NAMED
 
 
 @pytest.mark.parametrize(
