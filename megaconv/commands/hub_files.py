@@ -30,8 +30,8 @@ class Hashes(NamedTuple):
 def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
     """All files below a directory that are to be pushed.
 
-    Raises UnsafeContent for a link that leads out of the directory, UsageError for a link to a directory and for a
-    directory that can't be read.
+    Raises UnsafeContent for a link that leads out of the directory, UsageError for a link to a directory, for a
+    directory that can't be read, and for a name that isn't UTF-8.
     """
     found: dict[str, Path] = {}
     top = path.resolve()
@@ -45,6 +45,7 @@ def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
             below = file.relative_to(path).as_posix()
             if not _is_asked_for(below, options):
                 continue
+            _require_utf8(file, below)
             real = file.resolve()
             if top not in real.parents and real.parent.name != "blobs":
                 # Links to `blobs` are those of the Hub's own cache.
@@ -61,6 +62,16 @@ def files_to_push(path: Path, options: PushOptions) -> dict[str, Path]:
     if not found:
         raise UsageError(f"{path}: has no file that --include and --exclude leave to push")
     return found
+
+
+def _require_utf8(file: Path, below: str) -> None:
+    """Raises UsageError for a name that the Hub can't have. Python holds other bytes of a name as surrogates."""
+    try:
+        below.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{file}: the name is not UTF-8, so the Hub can't have the file; rename it, or --exclude it"
+        ) from error
 
 
 def _refuse_unreadable(error: OSError) -> None:

@@ -1,6 +1,7 @@
 """Pushing to the Hub: the real client against a server that speaks the Hub's API, and what happens when it fails half-way."""
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -306,6 +307,17 @@ def test_no_directory_is_left_out_of_a_push_without_a_word(model: Path, tmp_path
     (ours / "linked").unlink()
     with unreadable(ours / "inside"):
         assert_refused(run(*command), 2, "inside: can't be read: Permission denied")
+
+
+def test_a_name_that_is_not_utf_8_is_refused(hub: Hub, model: Path, tmp_path: Path) -> None:
+    ours = Path(shutil.copytree(model, tmp_path / "model"))
+    try:
+        (ours / os.fsdecode(b"notes-\xff.txt")).write_text("notes")
+    except OSError:
+        pytest.skip("this file system has UTF-8 names alone")
+    assert_refused(push(ours, NAME), 2, "notes-", "is not UTF-8", "--exclude it")
+    assert NAME not in hub.branches
+    assert run("push", ours, NAME, "--dry-run", "--exclude", "notes-*").status == 0
 
 
 def test_a_model_without_a_tokenizer_is_not_pushed_without_a_word(
