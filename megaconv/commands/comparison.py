@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,7 @@ class Diff:
                     "tensor": str(item.key),
                     "kind": item.kind,
                     "detail": item.detail,
-                    "max_abs": _json_number(item.max_abs),
+                    "max_abs": item.max_abs,
                 }
                 for item in self.differences
             ],
@@ -134,11 +133,6 @@ def _group(name: str, kind: str, items: Sequence[Difference]) -> DifferenceGroup
 def kind_of(key: Key) -> str:
     """A tensor's name with its numbers replaced: `layers.*.attn.q.weight`."""
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", str(key))
-
-
-def _json_number(value: float | None) -> float | str | None:
-    """The number for JSON, which has no infinity: infinity and NaN become text."""
-    return value if value is None or isfinite(value) else str(value)
 
 
 def find_both(

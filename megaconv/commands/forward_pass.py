@@ -8,7 +8,7 @@ The trainer computes them. It offers the computation by an entry point, because 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class StateDifference:
 
     def to_json(self) -> dict[str, Any]:
         numbers = {"relative": self.relative, "absolute": self.absolute, "largest": self.largest}
-        return {"name": self.name} | {name: _number(value) for name, value in numbers.items()}
+        return {"name": self.name} | numbers
 
 
 Report = Callable[[StateDifference], None]
@@ -104,7 +104,7 @@ class ForwardPass:
             "dtype": request.dtype,
             "tokens": self.tokens,
             "predicted": self.predicted,
-            "perplexities": [_number(each) for each in self.perplexities],
+            "perplexities": list(self.perplexities),
         }
         if len(request.places) == 1:
             return found
@@ -114,11 +114,6 @@ class ForwardPass:
             "first_difference": None if self.first is None else self.first.name,
             "differences": [each.to_json() for each in self.differences],
         }
-
-
-def _number(value: float | None) -> float | str | None:
-    """A number for JSON, which has no infinite numbers and no NaN."""
-    return value if value is None or isfinite(value) else str(value)
 
 
 def forward_pass(request: ForwardRequest, report: Report) -> ForwardPass:

@@ -44,12 +44,12 @@ class Moved:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        """For `--json`, which has no infinity: null stands for it."""
+        """For `--json`, where null stands for infinity."""
         return {
             "elements": self.elements,
             "changed": self.changed,
-            "relative": self.relative if isfinite(self.relative) else None,
-            "max_abs": self.largest if isfinite(self.largest) else None,
+            "relative": self.relative,
+            "max_abs": self.largest,
         }
 
 

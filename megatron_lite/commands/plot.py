@@ -1,15 +1,13 @@
 """`megatron-lite plot RUN ...`: the curves of runs side by side, in the terminal, as a page or as JSON."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from megaconv.commands.units import readable
 from megaconv.errors import CheckpointError
+from megaconv.json_text import json_text
 from megaconv.local_paths import local_path, require_page
 from megaconv.terminal import has_blocks, show
 from megatron_lite.commands.curve_drawing import ASCII_MARKS, MARKS, characters
@@ -74,7 +72,7 @@ def main(words: list[str]) -> int:
 
 def _print(runs: Sequence[RunLog], found: Sequence[Plot], page: Path | None, *, as_json: bool) -> None:  # fmt: skip
     if as_json:
-        print(json.dumps({"runs": [_of_json(run.to_json()) for run in runs]}, indent=2))
+        print(json_text({"runs": [run.to_json() for run in runs]}, indent=2))
     elif page is not None:
         show(f"{page}: {readable(page.stat().st_size)}")
     else:
@@ -94,12 +92,3 @@ def _lines(runs: Sequence[RunLog], found: Sequence[Plot]) -> Iterator[str]:
         marks = MARKS if blocks else ASCII_MARKS
         for number, run in enumerate(runs):
             yield f"{marks[number % len(marks)]} {run.name}"
-
-
-def _of_json(run: dict[str, Any]) -> dict[str, Any]:
-    """Return a run for JSON, which has no infinity and no NaN: such values are null."""
-    values = {
-        name: [[step, value if isfinite(value) else None] for step, value in points]
-        for name, points in run["values"].items()
-    }
-    return {**run, "values": values}

@@ -9,6 +9,7 @@ A continued run appends to the same file, and may write a step again. The later 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ def read_run(word: str) -> RunLog:
     found: dict[str, dict[int, float]] = {}
     for value_name, step, value in steps:
         found.setdefault(value_name, {})[step] = value
+    # A figure that is null in all lines is one that the run can't compute, such as a CPU's MFU.
+    found = {each: points for each, points in found.items() if any(map(isfinite, points.values()))}
     if not found:
         raise UsageError(f"{path}: holds no logged step; give a file of --metrics-file")
     return RunLog(name, path, {each: sorted(points.items()) for each, points in found.items()})
@@ -119,7 +122,9 @@ def _lines(path: Path) -> Iterator[tuple[str, int, float]]:
         figures = _figures(line, f"{path}: line {number}")
         step = figures[STEP]
         for name, value in figures.items():
-            if name != STEP and isinstance(value, int | float) and not isinstance(value, bool):
+            if value is None:
+                yield name, step, nan  # the form of NaN and of infinity in JSON
+            elif name != STEP and isinstance(value, int | float) and not isinstance(value, bool):
                 yield name, step, float(value)
 
 

@@ -5,7 +5,6 @@ without lookup tables; L layers; h = heads x head size; s tokens of a sequence. 
 and recomputation doesn't count. Each mixer declares its operations besides products with weights: for attention 12 h s.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.json_text import json_text
 from megaconv.model.config import ModelConfig
 from megaconv.model.predicting import kind_of_layer, predicting_kinds
 from megaconv.model.table import canonical_shapes
@@ -190,14 +190,14 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """One JSON object per logged step, appended, so that a continued run writes to the same file."""
+    """One JSON object per logged step, appended, so that a continued run writes to the same file. A loss that is NaN is null."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(dict(figures)) + "\n")
+        self._file.write(json_text(figures) + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -1,6 +1,5 @@
 """`megatron-lite plan`: predicts the needs of a run without starting it."""
 
-import json
 import sys
 from dataclasses import replace
 from itertools import takewhile
@@ -10,6 +9,7 @@ from pathlib import Path
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.families import has_text_only, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.json_text import json_text
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
     try:
         own, rest = _own_parser().parse_known_args(words)
         planned = Planned(describe(own.world_size, rest), gpu_named(own.gpu))
-        text = json.dumps(planned.to_json(), indent=2) if own.json else None
+        text = json_text(planned.to_json(), indent=2) if own.json else None
         lines = list(planned.lines()) if text is None else []
     except CheckpointError as error:
         show(f"megatron-lite: error: {error}", sys.stderr)

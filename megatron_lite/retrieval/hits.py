@@ -1,12 +1,12 @@
 """The passages that were found for each question, whether they contain an answer, and the accuracies."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from formats.errors import CorruptCheckpoint
+from megaconv.json_text import json_text
 from megatron_lite.retrieval.answers import Matches
 from megatron_lite.retrieval.embedder import Passage
 from megatron_lite.retrieval.questions import Question
@@ -63,7 +63,7 @@ class Hits:
                     "answers": list(question.answers),
                     "hits": [vars(hit) for hit in row],
                 }
-                file.write(json.dumps(content, ensure_ascii=False) + "\n")
+                file.write(json_text(content, ensure_ascii=False) + "\n")
         unfinished.replace(path)
 
 

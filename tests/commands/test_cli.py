@@ -1,6 +1,7 @@
 """The command line: help, spellings of Megatron-LM, JSON, dry runs, comparisons, exit statuses, and what it doesn't import."""
 
 import json
+import math
 import os
 import pickle
 import re
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megaconv
+from megaconv.json_text import json_text
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, finish, on_a_terminal, run, snapshot, start, unchanged
@@ -66,6 +68,16 @@ def strict_json(text: str) -> Any:
         raise AssertionError(f"{word} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
+
+
+def test_json_has_null_for_numbers_that_it_lacks() -> None:
+    value = {"a": [math.nan, (1.5, -math.inf)], "b": {"c": math.inf}, "d": "NaN", "e": None}
+    assert strict_json(json_text(value)) == {
+        "a": [None, [1.5, None]],
+        "b": {"c": None},
+        "d": "NaN",
+        "e": None,
+    }
 
 
 # Help.
@@ -564,8 +576,7 @@ def test_differences_that_have_no_size_are_valid_json_too(
     other = changed(
         hf, tmp_path / "b", lambda tensors: tensors["model.norm.weight"][:1].fill_(value)
     )
-    ((name, kind, detail, _),) = differences(hf, other)
-    assert (name, kind, detail) == ("final_norm.weight", "values", "1 of 32 elements")
+    assert differences(hf, other) == [("final_norm.weight", "values", "1 of 32 elements", None)]
     assert "largest difference inf" in run("diff", hf, other).out
 
 

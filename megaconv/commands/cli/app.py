@@ -1,11 +1,11 @@
 """The application that every command adds itself to, and code that several commands share."""
 
-import json
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from megaconv.json_text import json_text
 from megaconv.options.option import HEADINGS
 
 app = typer.Typer(
@@ -51,4 +51,4 @@ def _root(
 
 
 def print_json(document: Any) -> None:
-    print(json.dumps(document, indent=1))
+    print(json_text(document, indent=1))

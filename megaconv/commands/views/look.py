@@ -3,12 +3,13 @@
 The files lie in `parts/`. A template names a part as `__NAME__`.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from megaconv.json_text import json_text
 
 PARTS = Path(__file__).with_name("parts")
 _PLACE = re.compile(r"__([A-Z]+)__")
@@ -38,4 +39,4 @@ def data_of(document: Mapping[str, Any]) -> str:
 
     A name may contain anything, even the end of a script tag. As an escape, `<` is the same JSON.
     """
-    return json.dumps(document).replace("<", "\\u003c")
+    return json_text(document).replace("<", "\\u003c")

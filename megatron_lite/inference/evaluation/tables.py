@@ -1,11 +1,11 @@
 """The results of `evaluate`: a table on the terminal, and JSON in a file. It does not import torch."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from megaconv.errors import UsageError
+from megaconv.json_text import json_text
 from megaconv.terminal import show
 from megatron_lite.inference.evaluation import toxicity
 
@@ -45,7 +45,7 @@ def check_output(output: str | None) -> None:
 
 
 def _as_json(results: Results, model: str | None) -> str:
-    return json.dumps({"model": model, "results": results}, indent=1, default=str)
+    return json_text({"model": model, "results": results}, indent=1, default=str)
 
 
 def table(results: Results) -> list[str]:

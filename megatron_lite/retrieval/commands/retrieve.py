@@ -1,9 +1,9 @@
 """`megatron-lite retrieve`: finds passages for questions, and measures whether they contain the answers."""
 
 import argparse
-import json
 
 from megaconv.errors import UsageError
+from megaconv.json_text import json_text
 from megaconv.local_paths import local_path
 from megatron_lite.retrieval.answers import matcher
 from megatron_lite.retrieval.block_data import BlockData
@@ -161,4 +161,4 @@ def _report(given: argparse.Namespace, hits: Hits) -> None:
     if given.metrics_file is not None:
         content = {"questions": len(hits.rows), **accuracies}
         with given.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
+            file.write(json_text(content) + "\n")

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_lite.commands import plot
 from megatron_lite.loop.curve import thinned
+from megatron_lite.loop.log import MetricsFile
 from tests.browsers import PHONE, Page, fits, opened, shown
 from tests.trainer.loop.launches import LLAMA, train
 
@@ -49,9 +50,15 @@ def test_a_later_line_of_a_step_counts_and_a_line_that_was_cut_off_does_not(
 ) -> None:
     log = logged(tmp_path / "run") / "metrics.jsonl"
     with log.open("a") as file:
-        file.write('{"iteration": 20, "loss": 9.5}\n{"iteration": 30, "loss": NaN}\n{"iterat')
+        file.write('{"iteration": 20, "loss": 9.5}\n{"iteration": 30, "loss": NaN}\n')
+    sink = MetricsFile(log)
+    sink.write(40, {"iteration": 40, "loss": math.nan, "grad_norm": math.inf})
+    sink.close()
+    assert log.read_text().splitlines()[-1] == '{"iteration": 40, "loss": null, "grad_norm": null}'
+    with log.open("a") as file:
+        file.write('{"iterat')
     (run,) = values(capsys, tmp_path / "run")
-    assert run["values"]["loss"][:3] == [[10, pytest.approx(2 + 6 * math.exp(-0.1))], [20, 9.5], [30, None]]  # fmt: skip
+    assert run["values"]["loss"][:4] == [[10, pytest.approx(2 + 6 * math.exp(-0.1))], [20, 9.5], [30, None], [40, None]]  # fmt: skip
     assert len(run["values"]["loss"]) == 30
     assert run["values"]["validation_loss"] == [[300, 2.5]]
     assert "mfu" not in run["values"]
