@@ -1,5 +1,6 @@
 """The method by which `--average` combines several models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaconv.errors import UsageError
@@ -56,13 +57,21 @@ class AverageMethod:
                 f"--method {self.method} needs --density, the part of each difference to keep, such as 0.2"
             )
         if not trims and self.density is not None:
-            raise UsageError(f"--density has no effect with --method {self.method}; leave it out")
+            raise UsageError(_without_effect("--density", self.method, OF_DIFFERENCES))
         if self.density is not None and not 0 < self.density <= 1:
             raise UsageError(f"--density {self.density:g}: expected a number above 0, at most 1")
         if self.seed and self.method not in AT_RANDOM:
-            raise UsageError(f"--seed has no effect with --method {self.method}; leave it out")
+            raise UsageError(_without_effect("--seed", self.method, AT_RANDOM))
 
     @property
     def is_usual(self) -> bool:
         """True for the weighted sum."""
         return self.method == LINEAR
+
+
+def _without_effect(option: str, method: str, methods: Sequence[str]) -> str:
+    """Return the message for an option of an average by other methods. `convert` may compute no average at all."""
+    return (
+        f"{option} has no effect with --method {method}; it belongs to an average "
+        f"(convert --average, or average) with --method {' or '.join(methods)}"
+    )

@@ -97,6 +97,10 @@ def test_an_arc_is_that_of_the_numbers_that_norms_multiply_with(
             ["A", "B", "--method", "slerp", "--seed", "3"],
             "--seed has no effect with --method slerp",
         ),
+        (
+            ["A", "B", "--seed", "3"],
+            "it belongs to an average (convert --average, or average) with --method dare or dare-ties",
+        ),
         (["A:0.5", "B", "--method", "ties", "--density", "1"], "the first model has no share"),
         (["A", "B:-1", "--method", "ties", "--density", "1"], "--method ties needs shares above 0"),
     ],

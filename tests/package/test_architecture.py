@@ -56,6 +56,7 @@ ROOMS = {
             "megaconv.loader",
             "megaconv.saver",
             "megaconv.errors",
+            "megaconv.json_text",
             "megaconv.terminal",
             "megaconv.threads",
             "megaconv.extras",
