@@ -87,13 +87,24 @@ class AveragedTensor(ComputedTensor):
 
     def _blended(self, stored: Sequence[Bytes], run: Run) -> Doubles:
         """The blend of a run of elements. stored: the bytes of all tensors."""
-        count = run.stop - run.start
         with np.errstate(over="ignore", invalid="ignore"):
-            numbers = [
-                rounding.numbers(_part(values, tensor.dtype, run.start, count), tensor.dtype)
-                for tensor, values in zip(self._tensors, stored, strict=True)
-            ]
-            return self.blend.blended(numbers, run)
+            total = self.blend.blended(self._numbers(stored, run), run)
+        wrong = ~np.isfinite(total)
+        if wrong.any() and not self.overflow:
+            # A blend may change the numbers that it is given.
+            for numbers in self._numbers(stored, run):
+                wrong &= np.isfinite(numbers)
+            if wrong.any():
+                raise self._beyond("float64")
+        return total
+
+    def _numbers(self, stored: Sequence[Bytes], run: Run) -> list[Doubles]:
+        """A run of elements of each tensor as float64."""
+        count = run.stop - run.start
+        return [
+            rounding.numbers(_part(values, tensor.dtype, run.start, count), tensor.dtype)
+            for tensor, values in zip(self._tensors, stored, strict=True)
+        ]
 
     def _round(self, total: Doubles, out: Bytes) -> None:
         """Fill `out` with the bytes of the sum in the tensor's dtype."""
@@ -105,10 +116,19 @@ class AveragedTensor(ComputedTensor):
                 total.view(np.uint8), "float64", out, self.dtype, overflow=self.overflow
             )
         except rounding.BeyondRange:
-            raise NotExpressible(
-                f"{self.name}: its average is beyond the range of {self.dtype}; give --dtype float32, or --allow-lossy overflow to "
-                "make such values infinite"
-            ) from None
+            raise self._beyond(self.dtype) from None
+
+    def _beyond(self, dtype: str) -> NotExpressible:
+        """Return the error of a number that is beyond the range of a dtype."""
+        remedy = (
+            "give --dtype float32"
+            if ITEMSIZE[dtype] < ITEMSIZE["float32"]
+            else "give smaller shares"
+        )
+        return NotExpressible(
+            f"{self.name}: its average is beyond the range of {dtype}; {remedy}, or --allow-lossy overflow to make such values "
+            "infinite"
+        )
 
 
 def _part(values: Bytes, dtype: str, start: int, count: int) -> Bytes:

@@ -88,3 +88,22 @@ def test_a_number_that_becomes_infinite_is_refused_with_what_to_do() -> None:
     with pytest.raises(NotExpressible, match=r"beyond the range of float16; give --dtype float32"):
         read_tensor(averaged(*beyond))
     assert torch.isinf(as_torch(averaged(*beyond, overflow=True), torch.float16)).all()
+
+
+def test_a_sum_beyond_float64_is_refused_too() -> None:
+    large = torch.full(SHAPE, 1.5e308, dtype=torch.float64)
+    beyond = [-large, large], (-1.0, 2.0)
+    with pytest.raises(NotExpressible, match=r"beyond the range of float64; give smaller shares"):
+        read_tensor(averaged(*beyond))
+    assert torch.isinf(as_torch(averaged(*beyond, overflow=True), torch.float64)).all()
+    with pytest.raises(NotExpressible, match=r"beyond the range of float64; give smaller shares"):
+        read_tensor(averaged([torch.zeros(SHAPE), large], (-1.0, 2.0)))
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_numbers_that_were_not_finite_before_are_kept(number: float) -> None:
+    first, second = drawn(0, torch.float64), drawn(1, torch.float64)
+    first[0, 0] = number
+    made = as_torch(averaged([first, second], (0.5, 0.5)), torch.float64)
+    assert not made[0, 0].isfinite()
+    assert made.isfinite().sum() == made.numel() - 1
