@@ -72,6 +72,10 @@ def convert(
     density: float | None = None,
     seed: int = 0,
     layers: str | Sequence[int] | None = None,
+    num_experts: int | None = None,
+    moe_router_topk: int | None = None,
+    moe_upcycling_granularity: int = 1,
+    experts_of: Sequence[str | Path] = (),
     vocab_size: int | None = None,
     tokenizer: str | Path | None = None,
     new_rows: str = "mean",
@@ -99,6 +103,7 @@ def convert(
     average: models to average with the source, each as `MODEL` or `MODEL:SHARE`. The source has what they leave of 1.
     method, density, seed: how they are averaged; see `average`.
     layers: the source's layers that the output has, such as `"0-15,24-31"`, or their numbers.
+    num_experts, moe_router_topk, moe_upcycling_granularity, experts_of: the experts that a dense model's MLPs become.
     vocab_size, tokenizer, new_rows: the output's number of tokens, its tokenizer's directory, and the rows of new tokens.
     check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
     dry_run: write nothing, and report what would be written.

@@ -33,6 +33,8 @@ class ChosenLayers:
     header: Header
     origins: Mapping[Key, Key]
     """Tensors -> those of the whole model."""
+    notice: str
+    """A line for people: the layers of the output."""
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         """Yield the tensors in the order of the manifest."""
@@ -67,10 +69,10 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
         ),
         has_optimizer=False,
     )
-    return ChosenLayers(source, made, origins)
+    return ChosenLayers(source, made, origins, _notice(chosen))
 
 
-def notice_of_layers(chosen: Sequence[int]) -> str:
+def _notice(chosen: Sequence[int]) -> str:
     """A line for people: the layers of the output."""
     spans: list[list[int]] = []
     for layer in chosen:

@@ -109,6 +109,8 @@ def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -
         options.save.base,
         *(Path(each.place) for each in options.adapters),
         *(Path(each.place) for each in options.averaged),
+        *map(Path, options.upcycling.experts_of),
+        options.vocabulary.tokenizer,
         *patched_places(options.all_extra()),
     )
     refuse_loss(save_dir, place, others, RECORD_NAME, overwrite=options.overwrite)

@@ -132,6 +132,8 @@ def _further(options: ConvertOptions, extra: Mapping[str, str | None]) -> Iterat
         yield "original", str(options.save.base)
     for each in options.averaged:
         yield "averaged", each.place
+    for place in options.upcycling.experts_of:
+        yield "experts", place
     base = extra.get(_BASE)
     if base:
         yield "base", base

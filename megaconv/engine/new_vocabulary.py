@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from formats.tensor import LazyTensor
@@ -28,6 +28,8 @@ class NewVocabulary:
     new: "_NewTokens"
     notice: str
     """A line for people; empty if no row is added or taken away."""
+    origins: Mapping[Key, Key] = field(default_factory=dict)
+    """Empty: all tensors keep their names."""
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         """Yield the tensors in the order of the manifest."""

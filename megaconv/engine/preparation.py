@@ -12,13 +12,14 @@ from megaconv.engine.adapted import adapted
 from megaconv.engine.averaging import averaged, notice_of_average
 from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
-from megaconv.engine.chosen_layers import ChosenLayers, notice_of_layers, with_layers
+from megaconv.engine.chosen_layers import with_layers
 from megaconv.engine.completeness import missing_parts, tokens_without_rows
 from megaconv.engine.coverage import require_complete
+from megaconv.engine.derived import chain_of, first_of, origins_of
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import combine
 from megaconv.engine.lineage import lineage_of, source_name
-from megaconv.engine.new_vocabulary import NewVocabulary, with_vocabulary
+from megaconv.engine.new_vocabulary import with_vocabulary
 from megaconv.engine.opening import description_of, open_source
 from megaconv.engine.plan import OutputPlan, default_workers, memory_needed
 from megaconv.engine.provenance import earlier_adapters, other_bases, refuse_again
@@ -30,6 +31,7 @@ from megaconv.engine.sidecars import (
     modules_left_out,
 )
 from megaconv.engine.source_check import SourceCheck, check_source, require_own_base
+from megaconv.engine.upcycling import with_experts
 from megaconv.errors import UnknownFamily, UsageError
 from megaconv.input import Input
 from megaconv.loader import Loader
@@ -61,7 +63,7 @@ def open_input(
     }
     read, written = registry.share_options(options.all_extra(), takers)
     try:
-        if options.layers is None and not options.vocabulary.is_given:  # the output's sizes count
+        if not options.derives_model:  # otherwise the sizes are those of the output
             refuse_sizes(saver, found.place, load, options.save)
         load = replace(load, extra=read)
         return _computed(open_source(found, load), found, load, options), written
@@ -74,12 +76,15 @@ def open_input(
 
 
 def _computed(source: Source, found: Input, load: LoadOptions, options: ConvertOptions) -> Source:
-    """The source, averaged with others, with its chosen layers and vocabulary. Each only if asked for."""
+    """The source, averaged with others, with its chosen layers, experts and vocabulary. Each only if asked for."""
     if options.averaged:
         source = averaged(source, found, load, options)
     if options.layers is not None:
         _refuse_together("--layers", "layers", options)
         source = with_layers(source, options.layers, found.given)
+    if options.upcycling.experts is not None:
+        _refuse_together("--num-experts", "layers", options)
+        source = with_experts(source, found, load, options)
     if options.vocabulary.is_given:
         asked = "--vocab-size" if options.vocabulary.tokenizer is None else "--tokenizer"
         _refuse_together(asked, "tokens", options)
@@ -123,7 +128,7 @@ def prepare(
     if check.unlike and not options.averaged:  # averaged() has compared each model
         require_own_base(found, opened, workers_of(options))
     plan = saver.plan(header, save)
-    notices = (*_notices(header, reason, found, options), *_notice_of_rows(opened))
+    notices = _notices(opened, reason, found, options)
     plan = replace(plan, notices=(*notices, *plan.notices))
     require_complete(plan, header.manifest)
     target = str(save_dir) if is_store(str(save_dir)) else Path(save_dir)
@@ -142,24 +147,17 @@ def _refuse_unused_method(options: ConvertOptions) -> None:
 
 
 def _notices(
-    header: Header, reason: str | None, found: Input, options: ConvertOptions
+    opened: Source, reason: str | None, found: Input, options: ConvertOptions
 ) -> Iterator[str]:
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
     if options.averaged:
         yield notice_of_average(found.given, options)
-    if options.layers is not None:
-        yield notice_of_layers(options.layers)
-    unknown = header.config.own_names
+    yield from (each.notice for each in reversed(chain_of(opened)) if each.notice)
+    unknown = opened.header.config.own_names
     if unknown is not None:
         yield f"tensors keep their names and shapes: {unknown.why}"
     if reason is not None:
         yield f"optimizer state: {reason}"
-
-
-def _notice_of_rows(opened: Source) -> Iterator[str]:
-    """The notice about rows for new tokens, if there is one."""
-    if isinstance(opened, NewVocabulary) and opened.notice:
-        yield opened.notice
 
 
 class _Streamed(NamedTuple):
@@ -209,12 +207,11 @@ def _checked(
     """The comparison of the source with its own record, unless the user has switched it off."""
     if not options.check_source:
         return SourceCheck()
-    whole = opened.whole if isinstance(opened, NewVocabulary) else opened
-    origins = whole.origins if isinstance(whole, ChosenLayers) else {}
+    origins = origins_of(opened)
     is_overridden = options.load.config is not None or options.load.true_vocab_size is not None
     return check_source(
         found.place,
-        whole.whole if isinstance(whole, ChosenLayers) else whole,
+        first_of(opened),
         {origins.get(key, key): info for key, info in streamed.manifest.items()},
         other_shapes=is_overridden,
         other_dtypes=options.dtype is not None,
@@ -344,7 +341,7 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
     if options.optimizer and options.computes_weights:
         raise UsageError(
             "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter, --average, "
-            "--layers, --vocab-size and --tokenizer"
+            "--layers, --num-experts, --vocab-size and --tokenizer"
         )
     is_wanted = (
         can_hold

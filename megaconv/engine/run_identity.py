@@ -15,7 +15,6 @@ from megaconv.errors import UsageError
 from megaconv.hub import Place
 from megaconv.model.ir import Header
 from megaconv.options import ConvertOptions
-from megaconv.options.vocabulary import VocabularyChoice
 
 _NAMED_FILES = 256
 """The largest number of source files that are compared one by one, so that a message can name the changed one."""
@@ -41,8 +40,7 @@ def run_identity(
         "--allow-lossy": ", ".join(lossy) or "none",
         "--adapter": ", ".join(adapters) or "none",
         "--average": ", ".join(averaged) or "none",
-        "--layers": "all" if options.layers is None else ",".join(map(str, options.layers)),
-        **_vocabulary(options.vocabulary),
+        **_derived(options),
         "--method": f"{method.method}, density {method.density}, seed {method.seed}",
         "--option": ", ".join(extra) or "none",
         "the source's revision": _digest(revision),
@@ -50,11 +48,18 @@ def run_identity(
     }
 
 
-def _vocabulary(chosen: VocabularyChoice) -> dict[str, str]:
+def _derived(options: ConvertOptions) -> dict[str, str]:
+    """The options that make another model of the input."""
+    vocabulary, upcycling = options.vocabulary, options.upcycling
     return {
-        "--vocab-size": str(chosen.size),
-        "--tokenizer": str(chosen.tokenizer),
-        "--new-rows": chosen.new_rows,
+        "--layers": "all" if options.layers is None else ",".join(map(str, options.layers)),
+        "--num-experts": str(upcycling.experts),
+        "--moe-router-topk": str(upcycling.topk),
+        "--moe-upcycling-granularity": str(upcycling.granularity),
+        "--experts-of": ", ".join(upcycling.experts_of) or "none",
+        "--vocab-size": str(vocabulary.size),
+        "--tokenizer": str(vocabulary.tokenizer),
+        "--new-rows": vocabulary.new_rows,
     }
 
 
@@ -68,8 +73,7 @@ def source_digest(options: ConvertOptions, opened: OpenedFiles, revision: list[s
         options.adapters,
         options.averaged,
         astuple(options.average_method),
-        options.layers,
-        _vocabulary(options.vocabulary),
+        _derived(options),
         options.all_extra(),
         revision,
     ]

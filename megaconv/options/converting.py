@@ -12,6 +12,7 @@ from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
 from megaconv.options.shared import OWN_OPTIONS
+from megaconv.options.upcycling import Upcycling
 from megaconv.options.values import AdapterChoice, adapter_choices, byte_size, layer_numbers
 from megaconv.options.vocabulary import VocabularyChoice
 from megaconv.options.writing import SaveOptions
@@ -79,6 +80,7 @@ class ConvertOptions:
         help="The layers of the output, by their numbers in the input, such as 0-15,24-31: leaves out, repeats or reorders layers.",
     )
     """Numbers of the input's layers that the output has, in its order; None: all."""
+    upcycling: Upcycling = inner(Upcycling)
     vocabulary: VocabularyChoice = inner(VocabularyChoice)
     extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
     """The loader's and the saver's own options (`--option`). Each gets the options that it knows."""
@@ -165,7 +167,16 @@ class ConvertOptions:
     @property
     def computes_weights(self) -> bool:
         """True if the output has other weights than the input, which no optimizer state goes with."""
-        return bool(self.adapters or self.averaged or self.layers or self.vocabulary.is_given)
+        return bool(self.adapters or self.averaged) or self.derives_model
+
+    @property
+    def derives_model(self) -> bool:
+        """True if the output's model has other sizes than the input's, or may have."""
+        return (
+            self.layers is not None
+            or self.upcycling.experts is not None
+            or self.vocabulary.is_given
+        )
 
     def all_extra(self) -> dict[str, str]:
         """All options of `--option`, in whichever field they were given."""

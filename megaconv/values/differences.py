@@ -4,7 +4,6 @@ TIES (Yadav et al. 2023) keeps the largest elements of each difference, and aver
 DARE (Yu et al. 2024) keeps elements at random, divides them by the part that is kept, and adds them up.
 """
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,9 +11,10 @@ from math import prod
 from threading import Lock
 from typing import Protocol
 
-from formats.lazy_numpy import Booleans, Counts, Doubles, Longs, Words, np
+from formats.lazy_numpy import Booleans, Counts, Doubles, Words, np
 from formats.tensor import LazyTensor
 from megaconv.values.blends import Run, read_together
+from megaconv.values.random_numbers import uniform
 
 _HALF = 16
 """Bits of a magnitude that are counted in one pass over the tensors."""
@@ -109,18 +109,7 @@ class RandomElements:
         return 1 / self.density
 
     def keeps(self, which: int, difference: Doubles, run: Run) -> Booleans:
-        text = f"{self.seed} {which} {self.name}"
-        key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-        return uniform(run.places(), key) < self.density
-
-
-def uniform(places: Longs, key: int) -> Doubles:
-    """Numbers from 0 to below 1, one for each place: the finalizer of SplitMix64 (Steele et al. 2014)."""
-    mixed = places * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return uniform(run.places(), f"{self.seed} {which} {self.name}") < self.density
 
 
 @dataclass(frozen=True)

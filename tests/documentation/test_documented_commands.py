@@ -112,7 +112,7 @@ ELSEWHERE = {
 }
 """Pages -> the test that runs their commands."""
 
-AT_ONCE = ("docs/adapters.md", "docs/convert.md", "docs/inspect.md")
+AT_ONCE = ("docs/adapters.md", "docs/change.md", "docs/convert.md", "docs/inspect.md")
 """Pages whose commands run in every test run; the commands of all other pages are slow."""
 
 CHAT = {
@@ -322,6 +322,12 @@ def swift(target: Path) -> None:
     write_swift(target, exported=model)
 
 
+def write_qwen3(target: Path) -> None:
+    """A small Qwen 3."""
+    settings = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    write_llama(target, ffn=64, extra_config=settings)
+
+
 def larger_tokenizer(model: Path) -> Make:
     """The tokenizer of a model with one more token."""
 
@@ -471,7 +477,12 @@ def special(page: str) -> Mapping[str, Make]:
                 )
             },
         },
-        "docs/convert.md": {"Mistral-7B": partial(write_llama, layers=32)},
+        "docs/change.md": {
+            "Mistral-7B": partial(write_llama, layers=32, ffn=64),
+            "math": partial(write_llama, layers=32, ffn=64, seed=1),
+            "code": partial(write_llama, layers=32, ffn=64, seed=2),
+            "Qwen3-8B": write_qwen3,
+        },
         "docs/planning.md": {
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),
             "Llama-3.1-405B": published("meta-llama/Meta-Llama-3.1-405B"),

@@ -12,7 +12,7 @@ from megaconv.options.averaging import AverageMethod
 from megaconv.values.averaged import AveragedTensor
 from megaconv.values.blending import blend_of
 from megaconv.values.blends import Run
-from megaconv.values.differences import uniform
+from megaconv.values.random_numbers import uniform
 
 NAME = "layers.0.attn.q.weight"
 
@@ -185,7 +185,7 @@ def test_places_count_through_the_whole_tensor() -> None:
 
 
 def test_the_random_numbers_are_uniform_and_independent() -> None:
-    found = uniform(np.arange(1 << 16, dtype=np.uint64), 12345)
+    found = uniform(np.arange(1 << 16, dtype=np.uint64), "a text")
     counts = np.bincount((found * 16).astype(int), minlength=16)
     assert np.abs(counts - 4096).max() < 4 * 4096**0.5
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.02

@@ -1,0 +1,49 @@
+"""Models that are made of another model's tensors: of some of its layers, with other tokens, with experts."""
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+from megaconv.model.ir import Key, Source
+
+
+@runtime_checkable
+class DerivedSource(Source, Protocol):
+    """A model that is made of another one's tensors."""
+
+    @property
+    def whole(self) -> Source:
+        """The model that it is made of."""
+        ...
+
+    @property
+    def origins(self) -> Mapping[Key, Key]:
+        """Tensors that have another name than in that model -> their name there."""
+        ...
+
+    @property
+    def notice(self) -> str:
+        """A line for people: how it differs from that model; empty if there is nothing to say."""
+        ...
+
+
+def chain_of(source: Source) -> list[DerivedSource]:
+    """The derived models that a source is a chain of, the last one first."""
+    found = []
+    while isinstance(source, DerivedSource):
+        found.append(source)
+        source = source.whole
+    return found
+
+
+def first_of(source: Source) -> Source:
+    """The model at the beginning of a chain of derived models."""
+    chain = chain_of(source)
+    return chain[-1].whole if chain else source
+
+
+def origins_of(source: Source) -> dict[Key, Key]:
+    """Tensors of a source that have another name in the first model of its chain -> their name there."""
+    found = {key: key for key in source.header.manifest}
+    for each in chain_of(source):
+        found = {key: each.origins.get(origin, origin) for key, origin in found.items()}
+    return {key: origin for key, origin in found.items() if key != origin}
