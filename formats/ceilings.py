@@ -62,6 +62,9 @@ the pickle. A container takes up to 250 bytes as a Python object."""
 PICKLE_VALUE_BYTES = 4
 """Bytes of a pickle for each container. Checkpoints have 6.5 or more."""
 
+DIRECTORY_BYTES = 64 << 20
+"""The directory of a zip archive: some 110 bytes per storage, so 600,000 tensors in one torch file."""
+
 GGUF_HEADER_BYTES = 128 << 20
 """The part of a GGUF file before its tensors: 18 MB with a vocabulary of 262,000 and its merges."""
 

@@ -6,7 +6,6 @@ protocol. It also covers numpy's arrays of Python objects, and zip archives of a
 
 import re
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from mmap import ACCESS_READ, mmap
@@ -16,7 +15,7 @@ from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from formats import torch_legacy
 from formats.ceilings import PICKLE_BYTES
-from formats.errors import CorruptCheckpoint
+from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.pickle_errors import MalformedError, UnsafeCallError
 from formats.pickle_globals import called_by, is_ordinary, member
 from formats.pickle_machine import Machine
@@ -199,7 +198,9 @@ def _of_compressed(
     try:
         with ZipFile(range_of(file, start, nbytes)) as archive:
             infos = archive.infolist()
-            if not any(info.compress_type for info in infos):
+            # Entries that overlap would be inflated again and again.
+            overlap = sum(info.compress_size for info in infos) > nbytes
+            if overlap or not any(info.compress_type for info in infos):
                 raise fault
             for info in infos:
                 if not _is_storage(info.filename, _inflated(archive, info, len(NUMPY))):
@@ -208,24 +209,29 @@ def _of_compressed(
                     )
     except (
         BadZipFile,
-        EOFError,
         NotImplementedError,
         OSError,
-        RuntimeError,
+        OverflowError,
         ValueError,
-        zlib.error,
+        struct.error,
     ):
         raise fault from None
 
 
 def _inflated(archive: ZipFile, info: ZipInfo, nbytes: int) -> bytes:
-    with archive.open(info) as entry:
-        return entry.read(nbytes)
+    try:
+        with archive.open(info) as entry:
+            return entry.read(nbytes)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of a decompressor, whose module Python may lack
+        raise BadZipFile(str(error)) from error
 
 
 def _is_storage(name: str, head: bytes) -> bool:
     """True if an entry holds the values of a torch tensor, which no program reads as a pickle."""
-    return not head or ("/data/" in name and head != NUMPY)
+    is_data = "/data/" in name and head != NUMPY and not _is_pickle(name)
+    return not head or is_data
 
 
 def _is_pickle(name: str) -> bool:

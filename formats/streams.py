@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import IO, BinaryIO, cast
 
+from formats.ceilings import DIRECTORY_BYTES
 from formats.regular_files import open_regular
 from formats.tensor import Bytes, InputFile
 
@@ -14,7 +15,7 @@ _BUFFER_BYTES = 64 << 10
 
 
 class _Range(io.RawIOBase):
-    """A range of a file."""
+    """A range of a file. One read gets at most the bytes of an archive's directory."""
 
     def __init__(self, file: InputFile, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
@@ -33,6 +34,11 @@ class _Range(io.RawIOBase):
         if self._position < 0:
             raise ValueError("a place before the start of the archive")
         return self._position
+
+    def read(self, size: int = -1, /) -> bytes | None:
+        if min(size, self._nbytes - self._position) > DIRECTORY_BYTES:
+            raise ValueError(f"{size:,} bytes where an archive has at most {DIRECTORY_BYTES:,}")
+        return super().read(size)
 
     def readinto(self, out: Bytes) -> int:  # type: ignore[override]
         count = min(len(out), self._nbytes - self._position)

@@ -22,6 +22,7 @@ PUBLISHED_FILES = {
     "JSON_DEPTH": 12,  # the metadata of an Orbax tree; a tokenizer has eight
     "SIDECAR_BYTES": 35_000_000,  # tokenizer.json of PaliGemma 2; Gemma 3's has 33,384,568
     "PICKLE_BYTES": 38_700_000,  # .metadata of Kimi K2 with optimizer state: 276,000 chunks of 140 bytes
+    "DIRECTORY_BYTES": 7_700_000,  # a rank file of 70,000 storages, 110 bytes each
     "GGUF_HEADER_BYTES": 20_000_000,  # Gemma 4: 262,144 words with scores and types, 514,906 merges
     "GGUF_ENTRIES": 2_000,  # tensors of DeepSeek-V3
     "GGUF_STRINGS": 262_144 + 514_906,  # Gemma 4's words and merges
