@@ -1,11 +1,12 @@
 """GGUF files of llama.cpp in F32, F16, BF16, Q4_0, Q8_0, Q4_K, Q5_K and Q6_K, of the architectures that megaconv also writes.
 
-Matrices keep their dtype, except quantized matrices, which become bfloat16 or the dtype of --dtype. GGUF stores norms,
-biases and routers in float32, whatever the model had. They are rounded to the dtype of the matrices. Biases that select
-experts are float32 in models too, and stay float32. The loader reverses llama.cpp's changes: the row order of q and k,
-stacked experts, tensors stored head by head, and norms + 1. A --config, or a config.json in the directory, describes
-the model and has its tokenizer. Without one, the file's metadata describe the model, if they are complete, and the
-file's tokenizer is restored.
+Matrices keep their dtype, except quantized matrices, which become bfloat16 or the dtype of --dtype. 16-bit matrices beside
+quantized ones become bfloat16 too. GGUF stores norms, biases and routers in float32, whatever the model had. They are
+rounded to the dtype of the matrices.
+Biases that select experts are float32 in models too, and stay float32. The loader reverses llama.cpp's changes: the row
+order of q and k, stacked experts, tensors stored head by head, and norms + 1. A --config, or a config.json in the
+directory, describes the model and has its tokenizer. Without one, the file's metadata describe the model, if they are
+complete, and the file's tokenizer is restored.
 """
 
 import logging
@@ -29,6 +30,7 @@ from megaconv.gguf.agreement import name_other_keys, require_agreement
 from megaconv.gguf.config import config_of
 from megaconv.gguf.names import DIVISORS, ROUTER_BIAS, gguf_rows
 from megaconv.gguf.stored_tokenizer import LONG, tokenizer_files, unread_tokenizer
+from megaconv.gguf.types import is_always_f32
 from megaconv.huggingface.canonical import whole_model
 from megaconv.huggingface.weight_files import has_weights
 from megaconv.loader import Loader
@@ -186,6 +188,7 @@ def _tensors(
         if len(each.shape) > 1 and each.dtype != "float32"
     }
     main = dtype or _main_dtype(matrices)
+    is_quantized = bool(matrices - {*_PLAIN})
     found: dict[str, LazyTensor] = {}
     for name, stored in header.tensors.items():
         if name in DIVISORS:
@@ -193,11 +196,18 @@ def _tensors(
         tensor = _plain(opened, name, stored, main)
         if config.norm.zero_centered and name.endswith("_norm.weight"):
             tensor = AddedTensor(tensor, -1)
-        wanted = "float32" if dtype is None and name.endswith(ROUTER_BIAS) else main
+        keeps = dtype is None and _keeps_dtype(name, stored, beside_blocks=is_quantized)
+        wanted = stored.dtype if keeps else main
         found[name] = (
             tensor if tensor.dtype == wanted else CastTensor(tensor, wanted, name, overflow=False)
         )
     return found
+
+
+def _keeps_dtype(name: str, stored: GgufTensor, *, beside_blocks: bool) -> bool:
+    """Return whether a tensor has the file's dtype in the model too. beside_blocks: whether other matrices are quantized."""
+    is_of_file = is_always_f32(name, stored.shape) and not name.endswith(ROUTER_BIAS)
+    return not is_of_file and stored.dtype in (("float32",) if beside_blocks else _PLAIN)
 
 
 def _plain(file: InputFile, name: str, stored: GgufTensor, dtype: str) -> LazyTensor:

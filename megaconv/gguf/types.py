@@ -44,7 +44,8 @@ MIXTURES = {
 }
 ALL_TYPES = (*PLAIN_TYPES, *MIXTURES)
 """The accepted values of gguf_type."""
-_ALWAYS_F32 = ("ffn_gate_inp.weight", "position_embd.weight")
+_ALWAYS_F32 = ("_norm.weight", ".bias", "ffn_gate_inp.weight", "position_embd.weight")
+"""The ends of names of tensors that llama.cpp stores in F32, whatever the model had."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)\.weight")
 _DOWN = ("ffn_down", "ffn_down_exps", "ffn_down_shexp")
 _EXPERTS_OF_MIXTRAL = 8
@@ -61,8 +62,13 @@ def types_of(natives: Sequence[NativeTensor], wanted: str, config: ModelConfig) 
     return {native.name: _type_of(native, wanted, config, has_head=has_head) for native in natives}
 
 
+def is_always_f32(name: str, shape: Sequence[int]) -> bool:
+    """Return whether llama.cpp stores a tensor in F32, whatever the dtype of the model's matrices is."""
+    return len(shape) == 1 or name.endswith(_ALWAYS_F32)
+
+
 def _type_of(native: NativeTensor, wanted: str, config: ModelConfig, *, has_head: bool) -> str:
-    if len(native.shape) == 1 or native.name.endswith(_ALWAYS_F32):
+    if is_always_f32(native.name, native.shape):
         return "float32"
     if wanted in PLAIN_TYPES:
         return PLAIN_TYPES[wanted]

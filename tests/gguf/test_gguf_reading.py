@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from formats import gguf_header
@@ -19,11 +19,14 @@ from formats.errors import CorruptCheckpoint
 from megaconv.engine.fingerprints import fingerprint_source
 from megaconv.engine.opening import open_source
 from megaconv.errors import UsageError
+from megaconv.gguf import types
 from megaconv.gguf.config import config_of
 from megaconv.input import find_input
 from megaconv.model.meaning import config_differences
 from megaconv.options import LoadOptions
+from savers import gguf as gguf_saver
 from tests.conftest import FIXTURES
+from tests.models import write_llama
 from tests.runs import assert_refused, run
 
 CASES = sorted(FIXTURES.glob("gguf-*/*.gguf"))
@@ -481,3 +484,47 @@ def test_a_terabyte_of_header_is_not_read(head: bytes, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match="is not a valid GGUF file"):
         gguf_header.read(path)
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "kept"),
+    [
+        ("f16", "float32", "float32"),
+        ("bf16", "float16", "float16"),
+        ("q8_0", "float32", "float32"),
+        ("q8_0", "float16", "bfloat16"),
+    ],
+)
+def test_a_matrix_of_another_dtype_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, others: str, kept: str
+) -> None:
+    """In 16 bits, few of its numbers would stay. Norms and routers are F32 in each file."""
+    source = write_llama(tmp_path / "hf", layers=2)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    numbers = {
+        name: tensor.float() * 1.001
+        for name, tensor in load_file(source / "model.safetensors").items()
+    }
+    save_file(numbers, source / "model.safetensors", {"format": "pt"})
+    whole = types.types_of
+
+    def with_another(*words: Any) -> dict[str, str]:
+        return whole(*words) | {"blk.0.attn_output.weight": others}
+
+    monkeypatch.setattr(gguf_saver, "types_of", with_another)
+    megaconv.convert(
+        source, tmp_path / "gguf", saver="gguf", options={"gguf_type": kind, "tokenizer": "none"}
+    )
+    place = find_input(tmp_path / "gguf")
+    manifest = {str(key): info.dtype for key, info in open_source(place).header.manifest.items()}
+    matrix = "layers.0.attn.o.weight"
+    assert manifest[matrix] == kept
+    usual = {"f16": "float16", "bf16": "bfloat16", "q8_0": "bfloat16"}[kind]
+    assert {dtype for name, dtype in manifest.items() if name != matrix} == {usual}
+    megaconv.convert(tmp_path / "gguf", tmp_path / "back", saver="hf")
+    found = load_file(tmp_path / "back" / "model.safetensors")[
+        "model.layers.0.self_attn.o_proj.weight"
+    ]
+    expected = numbers["model.layers.0.self_attn.o_proj.weight"].to(getattr(torch, others))
+    assert torch.equal(found, expected.to(getattr(torch, kept)))
