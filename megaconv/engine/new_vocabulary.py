@@ -10,8 +10,10 @@ from formats.wording import counted
 from megaconv.engine.new_tokenizer import NewTokenizer, without_tokenizer
 from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
 from megaconv.families import family
+from megaconv.families.parts.language_model import inner_config
+from megaconv.families.parts.whole_model import with_tokens
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
+from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.table import canonical_shapes
 from megaconv.options.vocabulary import MEAN, PIECES, ZERO, VocabularyChoice
 from megaconv.values.cast import FLOATS
@@ -54,10 +56,10 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     """The model with the chosen vocabulary and tokenizer.
 
     place: the source, for messages. Raises UsageError for a tokenizer that isn't one of this model, UnsupportedInput for
-    adapters, multimodal models and models that megaconv doesn't know, NotExpressible for models with other tables by token.
+    adapters and models that megaconv doesn't know, NotExpressible for models with other tables by token.
     """
     header = source.header
-    _require_text_model(header, place)
+    _require_known(header, place)
     tokenizer = (
         None if chosen.tokenizer is None else NewTokenizer.of(chosen.tokenizer, header, place)
     )
@@ -82,16 +84,11 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     return NewVocabulary(source, made, new, _notice(before, after, chosen.new_rows, len(pieces)))
 
 
-def _require_text_model(header: Header, place: str) -> None:
-    config = header.config
-    if header.adapter is not None or config.own_names is not None:
+def _require_known(header: Header, place: str) -> None:
+    if header.adapter is not None or header.config.own_names is not None:
         what = "an adapter" if header.adapter is not None else "a model of no known family"
         raise UnsupportedInput(
             f"--vocab-size, --tokenizer: {place} is {what}; only a known model can have another vocabulary"
-        )
-    if config.whole is not None:
-        raise UnsupportedInput(
-            f"--vocab-size, --tokenizer: {place} is a multimodal model; add --text-only"
         )
 
 
@@ -125,7 +122,7 @@ def _manifest(header: Header, vocab: int) -> dict[Key, TensorInfo]:
     shapes = canonical_shapes(family(config.family).rows, replace(config, vocab=vocab))
     found = {}
     for key, info in header.manifest.items():
-        shape = shapes[key.name] if key.slot == WEIGHT else info.shape
+        shape = shapes.get(key.name, info.shape)  # others are outside of the language model
         if shape != info.shape:
             _require_rows(key, info, shape, config)
         found[key] = TensorInfo(shape, info.dtype)
@@ -142,7 +139,12 @@ def _require_rows(key: Key, info: TensorInfo, shape: tuple[int, ...], config: Mo
 
 def _config(config: ModelConfig, vocab: int) -> ModelConfig:
     made = replace(config, vocab=vocab)
-    if config.hf is None or vocab == config.vocab:
+    if vocab == config.vocab:
+        return made
+    if config.whole is not None:
+        whole = with_tokens(config.whole, config.vocab, vocab)
+        return replace(made, whole=whole, hf=inner_config(whole.config))
+    if config.hf is None:
         return made
     changed: dict[str, Any] = json.loads(family(config.family).config_json(made))
     return replace(made, hf=changed)

@@ -36,6 +36,7 @@ RENAMED: Mapping[str, Renamed] = {
 """model_type -> (prefix of names in transformers' files, the same prefix in Megatron-Bridge's models)."""
 
 _MODEL = "model."
+_VOCABULARY = "vocab_size"
 _AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
     "gemma3": (INSIDE[1], RENAMED["gemma3"]),
     "qwen2_5_vl": (("", ""), ()),
@@ -150,6 +151,15 @@ def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
     for part, key in stated or [(config, "torch_dtype")]:
         part[key] = dtype
     return as_file(config)
+
+
+def with_tokens(whole: Whole, before: int, after: int) -> Whole:
+    """A multimodal model whose language model has another number of tokens."""
+    config, parts = _opened(whole.config)
+    stated = [part for part in parts if part.get(_VOCABULARY) == before]
+    for part in stated or parts[-1:]:
+        part[_VOCABULARY] = after
+    return replace(whole, config=config)
 
 
 def _opened(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
