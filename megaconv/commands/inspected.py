@@ -98,7 +98,11 @@ class Inspection:
         found = self.header.training.optimizer
         if found is not None:
             return {"kind": found.kind, "step": found.step, "bytes": self.optimizer_bytes}
-        unread = {"kind": "present, of a kind that is not read", "step": None, "bytes": None}
+        unread = {
+            "kind": "present; convert --dry-run says whether it is read",
+            "step": None,
+            "bytes": None,
+        }
         return unread if self.header.has_optimizer else None
 
     def experts(self) -> dict[str, int] | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.errors import CorruptCheckpoint
-from formats.tensor import LazyTensor, read_tensor
+from formats.tensor import LazyTensor, number, read_tensor
 from formats.torch_dist import DistDirectory
 from megaconv.model.training import ADAM
 
@@ -50,7 +50,8 @@ def read(directory: DistDirectory, name_of: Callable[[str], str]) -> StoredOptim
     that contradict each other.
     """
     held: dict[str, dict[str, LazyTensor]] = {}
-    for key, tensor in directory.tensors().items():
+    tensors = directory.tensors()
+    for key, tensor in tensors.items():
         found = _STATE.fullmatch(key)
         if found:
             held.setdefault(found[2], {})[name_of(found[1])] = tensor
@@ -58,7 +59,7 @@ def read(directory: DistDirectory, name_of: Callable[[str], str]) -> StoredOptim
     complete = [slot for slot in (*ADAM, "step") if held.get(slot, {}).keys() == trained]
     if not trained or len(complete) < 3:
         return None
-    groups, group_of = _groups(directory, name_of)
+    groups, group_of = _groups(directory, tensors, name_of)
     if not groups:
         return None
     _require_same(directory.path, trained, group_of)
@@ -72,14 +73,16 @@ def read(directory: DistDirectory, name_of: Callable[[str], str]) -> StoredOptim
 
 
 def _groups(
-    directory: DistDirectory, name_of: Callable[[str], str]
+    directory: DistDirectory, tensors: Mapping[str, LazyTensor], name_of: Callable[[str], str]
 ) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
     """(the groups, index of each parameter's group)."""
     settings: dict[str, dict[str, Any]] = {}
-    for key in directory.objects():
+    for key in (*directory.objects(), *tensors):
         found = _GROUPS.fullmatch(key)
         if found and found[2] != _NAMES:
-            settings.setdefault(found[1], {})[found[2]] = directory.read_object(key)
+            # A rate that a compiled step changes is a tensor of one element.
+            value = number(tensors[key]) if key in tensors else directory.read_object(key)
+            settings.setdefault(found[1], {})[found[2]] = value
     if all("params" in group for group in settings.values()):
         return _numbered(settings, name_of)
     return _flattened(settings, name_of)
@@ -91,8 +94,8 @@ def _numbered(
     """settings: number of a group -> its settings, with the names of its parameters."""
     groups: list[Mapping[str, Any]] = []
     group_of: dict[str, int] = {}
-    for number in sorted(settings, key=int):
-        group = settings[number]
+    for index in sorted(settings, key=int):
+        group = settings[index]
         params = group.pop("params")
         # A list of one was unwrapped by the reader.
         for name in [params] if isinstance(params, str) else params:

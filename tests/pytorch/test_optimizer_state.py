@@ -231,6 +231,26 @@ def test_an_optimizer_that_torch_did_not_flatten_is_read_as_the_same(
     assert [each["weight_decay"] for each in training.optimizer.torch.groups] == [0.7, 0.6]
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_learning_rate_in_a_tensor_is_read(flat: bool, stored: Path, tmp_path: Path) -> None:
+    """torch wants one where a compiled step changes the rate."""
+    tensors = load_all(stored)
+    weights = {name: each for name, each in tensors.items() if not name.startswith("optimizer.")}
+    model = module_of(weights)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25))
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() / 8
+    optimizer.step()
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    held = get_optimizer_state_dict(model, optimizer, options=options)
+    dcp.save({**weights, "optimizer": held}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    training = megaconv.open(tmp_path / "dcp", config=stored).header.training
+    assert training.optimizer is not None
+    assert training.optimizer.torch is not None
+    assert {group["lr"] for group in training.optimizer.torch.groups} == {0.25}
+    assert {group.settings["lr"] for group in training.optimizer.groups} == {0.25}
+
+
 def test_weights_in_16_bits_have_no_optimizer_in_dcp(megatron: Path, tmp_path: Path) -> None:
     report = megaconv.convert(megatron, tmp_path / "out", saver="dcp", dtype="bf16")
     assert any("trains fp32 weights" in notice for notice in report.notices)
