@@ -76,10 +76,10 @@ def measure(work: Path, runs: int, method: str, mergekit: Path | None) -> dict[s
             else:
                 memory[name] = peak_memory(command)
             shutil.rmtree(work / "out")
-    return {name: _line(times[name], memory[name]) for name in contenders}
+    return {name: line_of(times[name], memory[name]) for name in contenders}
 
 
-def _line(times: list[tuple[float, float]], memory: int) -> str:
+def line_of(times: list[tuple[float, float]], memory: int) -> str:
     seconds, processor = (statistics.median(column) for column in zip(*times, strict=True))
     return f"{seconds:7.2f} s  {processor:7.2f} s of processors  {memory / 1e6:8.1f} MB"
 

@@ -67,7 +67,9 @@ class ResizedTensor(ComputedTensor):
     def _numbers(self, box: Box) -> Doubles:
         """Stored rows in float64."""
         stored = read_bytes(self.source, box, ITEMSIZE[self.dtype])
-        return rounding.numbers(stored.reshape(-1), self.dtype).reshape(box.rows, box.cols)
+        with np.errstate(invalid="ignore"):  # some NaN
+            numbers = rounding.numbers(stored.reshape(-1), self.dtype)
+        return numbers.reshape(box.rows, box.cols)
 
     def _rounded(self, row: Doubles) -> Bytes:
         made = np.empty(row.size * ITEMSIZE[self.dtype], np.uint8)

@@ -58,7 +58,8 @@ class PartTensor(ComputedTensor):
             self.source.read_into(stored, out)
             return
         found = read_bytes(self.source, stored, ITEMSIZE[self.dtype])
-        values = rounding.numbers(found.reshape(-1), self.dtype).reshape(box.rows, box.cols)
+        with np.errstate(invalid="ignore"):  # some NaN
+            values = rounding.numbers(found.reshape(-1), self.dtype).reshape(box.rows, box.cols)
         try:
             np.copyto(out, _rounded(values * self.factor, self.dtype))
         except rounding.BeyondRange:

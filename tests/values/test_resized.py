@@ -75,3 +75,11 @@ def test_each_rectangle_is_that_of_the_whole() -> None:
 def test_the_mean_of_the_largest_numbers_is_finite() -> None:
     largest = torch.full((3000, 1), 65504.0, dtype=torch.float16)
     assert as_torch(resized(largest, 3001), torch.float16)[3000] == 65504
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_kind_of_nan_gives_one_without_a_warning() -> None:
+    signalling = torch.tensor([[0x7F81], [0x3F80]], dtype=torch.int32).to(torch.int16)
+    made = as_torch(resized(signalling.view(torch.bfloat16), 3), torch.bfloat16)
+    assert made[2].isnan().all()
+    assert made[1] == 1

@@ -76,3 +76,12 @@ def test_a_product_beyond_the_range_is_refused() -> None:
     part = PartTensor(as_lazy(stored), Box(0, 1, 0, 1), "layers.0.mlp.experts.1.down.weight", 2)
     with pytest.raises(NotExpressible, match=r"experts\.1\.down\.weight: 2 times a weight"):
         read_tensor(part)
+
+
+@pytest.mark.filterwarnings("error")
+def test_every_kind_of_nan_stays_one_without_a_warning() -> None:
+    signalling = torch.tensor([[0x7F81, 0x3F80]], dtype=torch.int32).to(torch.int16)
+    part = PartTensor(as_lazy(signalling.view(torch.bfloat16)), Box(0, 1, 0, 2), "w", 2)
+    made = as_torch(part, torch.bfloat16)
+    assert made[0, 0].isnan()
+    assert made[0, 1] == 2

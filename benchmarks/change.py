@@ -1,0 +1,77 @@
+"""New tokens and experts of a model: `megaconv convert` beside transformers and a plain conversion, in turns.
+
+    python benchmarks/change.py [--layers 8] [--runs 3] [--dir /fast/disk]
+
+Makes a Llama of random bf16 weights. `convert` writes it as it is, `tokens` with 64 tokens more, `experts` as a mixture of four
+experts. `transformers` adds the same tokens with resize_token_embeddings, without random numbers. All are whole cold
+processes. Reports the median time, processor seconds, and the peak of anonymous memory.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from average import line_of
+from convert import make_model, peak_memory, run
+
+MORE = 64
+"""Tokens that are added."""
+RESIZE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+model.resize_token_embeddings(int(sys.argv[3]), mean_resizing=False)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def commands(work: Path) -> dict[str, list[str]]:
+    """The command of each contender. All write `out`."""
+    source, out = str(work / "model"), str(work / "out")
+    vocab = json.loads((work / "model" / "config.json").read_text())["vocab_size"] + MORE
+    ours = [sys.executable, "-m", "megaconv", "convert", source, out, "--saver", "hf"]
+    return {
+        "convert": ours,
+        "tokens": [*ours, "--vocab-size", str(vocab)],
+        "transformers": [sys.executable, "-c", RESIZE, source, out, str(vocab)],
+        "experts": [*ours, "--num-experts", "4"],
+    }
+
+
+def measure(work: Path, runs: int) -> dict[str, str]:
+    """A line for each contender."""
+    contenders = commands(work)
+    memory: dict[str, int] = {}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for number in range(runs + 1):
+        for name, command in contenders.items():
+            if number:
+                times[name].append(run(command))
+            else:
+                memory[name] = peak_memory(command)
+            shutil.rmtree(work / "out")
+    return {name: line_of(times[name], memory[name]) for name in contenders}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--dir", type=Path, default=None)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as folder:
+        work = Path(folder)
+        make_model(work / "model", args.layers)
+        size = (work / "model" / "model.safetensors").stat().st_size
+        print(f"a model of {size:,} bytes, {args.runs} runs")
+        for name, line in measure(work, args.runs).items():
+            print(f"{name:<12} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
