@@ -10,11 +10,14 @@ class Said(NamedTuple):
 
     text: str = ""
     thinking: str = ""
+    only_marks: bool = False
+    """True if all tokens since the last text are marks and headers. None of their text is shown later."""
 
     def __add__(self, other: object) -> "Said":
         """Return both texts and both thoughts, in this order."""
         assert isinstance(other, Said)
-        return Said(self.text + other.text, self.thinking + other.thinking)
+        only_marks = self.only_marks and not (other.text or other.thinking)
+        return Said(self.text + other.text, self.thinking + other.thinking, only_marks)
 
 
 class Call(NamedTuple):

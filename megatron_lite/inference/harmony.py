@@ -125,11 +125,11 @@ class HarmonyStream:
             self._header, self._named = [], token == marks.start
             return said
         if self._header is not None:
-            if token == marks.message:
-                self._begin()
-            else:
+            if token != marks.message:
                 self._header.append(token)
-            return Said()
+                return Said()
+            self._begin()
+            return Said(only_marks=True)
         if (
             token == marks.channel
         ):  # the model left out the end of one message and the start of the next

@@ -77,13 +77,18 @@ class AnswerParts:
     """True if the last part has not ended."""
     _held: list[Token] = field(default_factory=list)
     """Tokens whose text has not come yet."""
+    _marks: int = 0
+    """Number of the tokens before them that have no text: marks and headers."""
 
     def add(self, piece: Piece) -> Iterator[Change]:
         """Yield the changes that a piece makes."""
         self.token_count += len(piece.tokens)
         self._held += piece.tokens
+        if piece.only_marks:
+            self._marks += len(self._held)
+            self._held.clear()
         if piece.reasoning:
-            self.thinking_count += len(self._held)
+            self.thinking_count += self._marks + len(self._held)
             self._held.clear()
             yield from self._grow(Kind.THINKING, piece.reasoning)
         if piece.text:
@@ -100,6 +105,7 @@ class AnswerParts:
             yield self._begin(Part(kind, len(self.parts)))
         part, tokens = self.parts[-1], tuple(self._held)
         self._held.clear()
+        self._marks = 0
         part.text += text
         part.tokens += tokens
         yield Grown(part, text, tokens)
@@ -107,6 +113,7 @@ class AnswerParts:
     def _call(self, call: dict[str, Any]) -> Iterator[Change]:
         """Yield the changes of a call, which comes whole."""
         self._held.clear()
+        self._marks = 0
         yield from self._close()
         function = call["function"]
         part = Part(Kind.CALL, len(self.parts), call=call["id"], tool=function["name"])

@@ -46,6 +46,15 @@ def in_completion(
     }
 
 
+def in_response(tokens: Sequence[Token], detokenize: Detokenize) -> list[dict[str, Any]]:
+    """Return the log-probabilities of a text of /v1/responses, whose bytes are always a list."""
+    content = in_chat(tokens, detokenize)
+    for chosen in content:
+        for each in (chosen, *chosen["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+    return content
+
+
 def in_chat(tokens: Sequence[Token], detokenize: Detokenize) -> list[dict[str, Any]]:
     """Return the log-probabilities of a chat, an object for each token that has one."""
     content = []

@@ -29,6 +29,8 @@ class Piece:
     """Number of wrong drafts."""
     stop_word: str = ""
     """The request's word that ended the choice, if one did."""
+    only_marks: bool = False
+    """True if all tokens since the last text are marks and headers. None of their text is shown later."""
     echoed: bool = False
     """True for the prompt, which a client asked to repeat."""
 

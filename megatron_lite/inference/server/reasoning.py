@@ -58,6 +58,14 @@ class Thinking:
             answer += "" if is_thinking else shown
         return thinking, answer
 
+    @property
+    def is_between(self) -> bool:
+        """True if the text so far ends with a mark, and with line breaks that are left out."""
+        if self.part is Part.START:
+            return False
+        begins = self.part is Part.BEHIND or self.empty
+        return begins and not self.held.strip("\n")
+
     def _open(self, text: str, *, last: bool) -> str | None:
         """Enter the part that begins here, and return its text. None: more text has to say which part it is."""
         start = text.lstrip()
@@ -152,8 +160,11 @@ async def with_reasoning(
         async for piece in pieces:
             if piece.choice not in choices:
                 choices[piece.choice] = Thinking(begun or forms, begun=bool(begun))
-            thought, text = choices[piece.choice].add(piece.text, last=piece.end is not None)
-            yield replace(piece, text=text, reasoning=thought)
+            state = choices[piece.choice]
+            thought, text = state.add(piece.text, last=piece.end is not None)
+            is_hidden = bool(piece.text) and not (thought or text)
+            only_marks = is_hidden and state.is_between
+            yield replace(piece, text=text, reasoning=thought, only_marks=only_marks)
 
 
 async def without_reasoning(

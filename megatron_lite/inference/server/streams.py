@@ -65,7 +65,7 @@ async def pieces(
             accepted = int(step.drafted and not is_stop)
             yield Piece(
                 which, said.text, tokens, reason, calls, said.thinking, accepted, step.rejected,
-                stop_word=answer.stop_word,
+                stop_word=answer.stop_word, only_marks=said.only_marks,
             )  # fmt: skip
     finally:
         worker.cancel(ticket)

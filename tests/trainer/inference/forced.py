@@ -11,7 +11,7 @@ from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.batching import Step
 from megatron_lite.inference.gallery import TEXT_ALONE
 from megatron_lite.inference.requests import Request
-from megatron_lite.inference.sampling import PLAIN
+from megatron_lite.inference.sampling import PLAIN, Likelihood
 from megatron_lite.inference.server.worker import Ticket
 
 
@@ -28,7 +28,8 @@ class ForcedWorker:
             for place, token in enumerate(row[: request.max_tokens]):
                 is_last = place == request.max_tokens - 1
                 end = "stop" if token in request.stop_ids else "length" if is_last else None
-                ticket.steps.put_nowait((which, Step(which, token, None, end)))
+                known = None if request.log_probs is None else Likelihood(-1.0)
+                ticket.steps.put_nowait((which, Step(which, token, known, end)))
         return ticket
 
     def cancel_one(self, ticket: Ticket, which: int) -> None:

@@ -11,8 +11,9 @@ import pytest
 from megatron_lite.data.harmony import harmony_marks
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.sampling import Sampling
+from megatron_lite.inference.server.answer_parts import AnswerParts, Kind
 from megatron_lite.inference.server.openai_requests import Wanted
-from megatron_lite.inference.server.pieces import Choice
+from megatron_lite.inference.server.pieces import Choice, Piece
 from megatron_lite.inference.server.responses import Deadline
 from megatron_lite.inference.server.streams import pieces
 from megatron_lite.inference.server.tools import Tools
@@ -35,9 +36,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
     return tokenizer_of(tmp_path_factory.mktemp("harmony"))
 
 
-def answers(
+def pieces_of(
     tokenizer: HuggingFaceTokenizer, *texts: str, tools: Tools | None = None, **fields: Any
-) -> list[Choice]:
+) -> list[Piece]:
     marks = harmony_marks(tokenizer)
     assert marks is not None
     wanted = Wanted(
@@ -46,14 +47,18 @@ def answers(
     )  # fmt: skip
     wanted = replace(wanted, **fields)
     worker: Any = ForcedWorker(tokenizer, texts)
-    choices = [Choice() for _ in texts]
 
-    async def run() -> None:
+    async def run() -> list[Piece]:
         found = pieces(worker, wanted, marks.stops, tokenizer.detokenize, Deadline(60))
-        async for piece in found:
-            choices[piece.choice].add(piece)
+        return [piece async for piece in found]
 
-    asyncio.run(run())
+    return asyncio.run(run())
+
+
+def answers(tokenizer: HuggingFaceTokenizer, *texts: str, **fields: Any) -> list[Choice]:
+    choices = [Choice() for _ in texts]
+    for piece in pieces_of(tokenizer, *texts, **fields):
+        choices[piece.choice].add(piece)
     return choices
 
 
@@ -68,6 +73,16 @@ def test_each_choice_has_its_own_text_thinking_and_calls(tokenizer: HuggingFaceT
     assert (second.text, second.reasoning, second.end) == ("", "Hm.", "tool_calls")
     assert called(second) == [("weather", '{"city": "a"}')]
     assert len(first.tokens) == len(tokenizer.tokenize(THOUGHT + FINAL)) - 1
+
+
+def test_the_tokens_of_a_text_are_without_its_header(tokenizer: HuggingFaceTokenizer) -> None:
+    answer = AnswerParts()
+    for piece in pieces_of(tokenizer, THOUGHT + FINAL):
+        list(answer.add(piece))
+    thought, text = answer.parts
+    assert (thought.kind, text.kind) == (Kind.THINKING, Kind.TEXT)
+    assert [token for token, _ in text.tokens] == tokenizer.tokenize("No rain.")
+    assert answer.thinking_count == len(tokenizer.tokenize("<|channel|>analysis<|message|>Hm."))
 
 
 def test_a_request_without_tools_has_no_calls(tokenizer: HuggingFaceTokenizer) -> None:

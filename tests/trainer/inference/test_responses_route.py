@@ -130,6 +130,22 @@ def test_tokens_of_thinking_are_counted(tokenizer: HuggingFaceTokenizer) -> None
     assert counted == len(tokenizer.tokenize(THOUGHT)) - 1  # the last mark comes with the answer
 
 
+@pytest.mark.parametrize("text", [THOUGHT + "\n\nYes. ö", THOUGHT + "[", "Yes.", "\nYes."])
+def test_log_probabilities_are_those_of_the_tokens_of_a_text(
+    tokenizer: HuggingFaceTokenizer, text: str
+) -> None:
+    """Marks of thinking, and line breaks that are left out, have none."""
+    asked = {"include": ["message.output_text.logprobs"]}
+    (whole,) = answers(tokenizer, text, **asked)
+    content = whole["output"][-1]["content"][0]
+    likely = content["logprobs"]
+    assert len(likely) == len(tokenizer.tokenize(content["text"]))
+    assert likely[0]["token"] == content["text"][0]
+    streamed = events(tokenizer, text, **asked)
+    deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
+    assert [each for event in deltas for each in event["logprobs"]] == likely
+
+
 def test_the_items_of_an_answer_go_back_as_the_messages_of_a_chat(
     tokenizer: HuggingFaceTokenizer,
 ) -> None:
@@ -234,7 +250,11 @@ def test_log_probabilities_are_those_of_a_chat(chat_server: Serving, client: Any
     included = {"include": ["message.output_text.logprobs"], "max_output_tokens": 4}
     answer = client.responses.create(input="hi", **asked, **included)
     found = [each.to_dict() for each in answer.output[0].content[0].logprobs]
-    assert found == chat["choices"][0]["logprobs"]["content"]
+    expected = chat["choices"][0]["logprobs"]["content"]
+    for token in expected:  # a part of a character has no bytes of its own
+        for each in (token, *token["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+    assert found == expected
 
 
 @pytest.mark.oracle

@@ -16,7 +16,7 @@ from megatron_lite.inference.server.answer_parts import (
 )
 from megatron_lite.inference.server.errors import Refused
 from megatron_lite.inference.server.event_stream import EventStream
-from megatron_lite.inference.server.log_probs import in_chat
+from megatron_lite.inference.server.log_probs import in_response
 from megatron_lite.inference.server.pieces import Pieces, Token
 from megatron_lite.inference.text import Detokenize
 
@@ -114,7 +114,7 @@ class ResponseForm:
         """Return the field with the log-probabilities of a text's tokens. Thinking has none."""
         if part.kind is not Kind.TEXT:
             return {}
-        found = in_chat(tokens, self.detokenize) if self.log_probs else []
+        found = in_response(tokens, self.detokenize) if self.log_probs else []
         return {"logprobs": found}
 
     def _content(self, part: Part) -> dict[str, Any]:
