@@ -8,7 +8,13 @@ from typing import Any, cast
 from formats.ceilings import AXES, AXIS
 from formats.lazy_numpy import np
 from formats.pickle_errors import MalformedError
-from formats.pickle_records import NumpyArray, NumpyDtype, TensorRecord, TorchDtype
+from formats.pickle_records import (
+    NUMPY_1_MODULE,
+    NumpyArray,
+    NumpyDtype,
+    TensorRecord,
+    TorchDtype,
+)
 from formats.tensor import Shape
 
 _NUMPY_CODE = re.compile(r"[?b]|b1|[iu][1248]|f[248]|c(8|16)|[SUV]\d{1,4}")
@@ -75,7 +81,13 @@ def numpy_dtype(code: object, align: object = False, copy: object = True, /) -> 
 
 
 def numpy_empty(kind: object, shape: object, code: object, /) -> NumpyArray:
+    """An array without its state, as numpy 2 makes it."""
     return NumpyArray()
+
+
+def numpy_1_empty(kind: object, shape: object, code: object, /) -> NumpyArray:
+    """An array of numpy 1. It is written again for numpy 1: releases before 1.26 don't have numpy 2's name."""
+    return NumpyArray(module=NUMPY_1_MODULE)
 
 
 def numpy_from_buffer(

@@ -15,6 +15,7 @@ from formats.pickle_arrays import (
     as_tuple,
     build_array,
     naturals,
+    numpy_1_empty,
     numpy_dtype,
     numpy_empty,
     numpy_from_buffer,
@@ -26,6 +27,8 @@ from formats.pickle_arrays import (
 from formats.pickle_errors import MalformedError, UnsafeCallError
 from formats.pickle_keys import KeyCheck
 from formats.pickle_records import (
+    NUMPY_1_MODULE,
+    NUMPY_MODULE,
     STORAGE_DTYPES,
     Global,
     NumpyArray,
@@ -86,7 +89,7 @@ def resolve(module: str, name: str) -> object:
     module = _RENAMED.get(module, module)
     if module == "builtins":
         name = _RENAMED_BUILTINS.get(name, name)
-    if module.startswith("numpy.core."):
+    if module.startswith("numpy.core.") and (module, name) not in _VALUES:
         module = "numpy._core." + module.removeprefix("numpy.core.")
     if module == "torch" and _DTYPE.fullmatch(name):
         return TorchDtype(name)
@@ -282,7 +285,8 @@ _VALUES: dict[tuple[str, str], Callable[..., object]] = {
     ("collections", "defaultdict"): lambda factory=None: {},
     ("collections", "deque"): lambda values=(), length=None: _list(values),
     ("numpy", "dtype"): numpy_dtype,
-    ("numpy._core.multiarray", "_reconstruct"): numpy_empty,
+    (NUMPY_MODULE, "_reconstruct"): numpy_empty,
+    (NUMPY_1_MODULE, "_reconstruct"): numpy_1_empty,
     ("numpy._core.multiarray", "scalar"): numpy_scalar,
     ("numpy._core.numeric", "_frombuffer"): numpy_from_buffer,
     ("pathlib", "Path"): _path(PurePosixPath),

@@ -103,6 +103,9 @@ class NumpyDtype:
         return self.order + self.code
 
 
+NUMPY_MODULE, NUMPY_1_MODULE = "numpy._core.multiarray", "numpy.core.multiarray"
+
+
 @dataclass
 class NumpyArray:
     """The parts of numpy.frombuffer(data, dtype).reshape(shape)."""
@@ -112,6 +115,8 @@ class NumpyArray:
     data: bytes = field(default=b"", repr=False)
     fortran: bool = False
     """True if the elements along the first axis are contiguous."""
+    module: str = field(default=NUMPY_MODULE, compare=False, repr=False)
+    """The module of numpy by which a reader makes the array. It has another name in numpy 1."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Writes the pickle of a torch file (protocol 2) with only those opcodes and names that every torch.load accepts.
 
-weights_only=True needs no additions to its allow-list, except argparse.Namespace if the value contains a Namespace.
+weights_only=True needs no additions to its allow-list, except argparse.Namespace and numpy's names if the value contains
+a Namespace or arrays.
 """
 
 from argparse import Namespace
@@ -198,8 +199,8 @@ class PickleWriter:
         self.out += b"\x86R"
 
     def array(self, value: NumpyArray) -> None:
-        """Write an array as numpy 2 does: an empty array, then its state."""
-        self.name("numpy._core.multiarray", "_reconstruct")
+        """Write an array as numpy does: an empty array, then its state."""
+        self.name(value.module, "_reconstruct")
         self.name("numpy", "ndarray")
         self.write((0,))
         self.encoded(b"b")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from formats import pickle_guard, torch_zip
+from formats import pickle_guard, pickle_writer, torch_zip
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.pickle_records import Global, Opaque
 from formats.pickle_scan import NAMED, ORDINARY, UNSAFE, scan_file, scan_pickle
@@ -139,6 +139,18 @@ def test_arrays_of_permuted_axes_are_read() -> None:
     assert isinstance(found, pickle_guard.NumpyArray)
     values = np.frombuffer(found.data, found.dtype)
     assert np.array_equal(values.reshape(found.shape, order="F" if found.fortran else "C"), array)
+
+
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_an_array_is_written_for_the_numpy_that_it_is_of(module: str) -> None:
+    """numpy 1.24 has no numpy._core, and a random-number generator's state is carried over with its run."""
+    array = np.arange(3, dtype="<u4")
+    data = pickle.dumps(array, 2).replace(b"numpy._core.multiarray", module.encode())
+    found = pickle_guard.load(data, source="x")
+    assert found == pickle_guard.NumpyArray("<u4", (3,), array.tobytes())
+    written = pickle_writer.dumps(found).content
+    assert written.count(f"c{module}\n_reconstruct\n".encode()) == 1
+    assert np.array_equal(pickle.loads(written), array)
 
 
 @pytest.mark.parametrize("axes", [(0, 1), (0, 1, 1), (0, 1, 9), "abc"])
