@@ -164,14 +164,19 @@ def _refuse_model(save: str | None) -> None:
         )
 
 
-def open_language_model(place: str) -> Source:
+def open_language_model(
+    place: str, loader: str | None = None, options: LoadOptions | None = None
+) -> Source:
     """Open a checkpoint of any format. If it has the files of a multimodal model on the Hub, open its language model.
 
+    loader: a loader's name; None: the loader that recognises the checkpoint.
     Raises CheckpointError; NotExpressible for another checkpoint of a multimodal model.
     """
-    found = find_input(place)
-    is_multimodal = isinstance(found.place, Path) and has_text_only(found.place)
-    source = open_source(found, LoadOptions(text_only=is_multimodal))
+    options = options or LoadOptions()
+    found = find_input(place, loader, options)
+    if isinstance(found.place, Path) and has_text_only(found.place):
+        options = replace(options, text_only=True)
+    source = open_source(found, options)
     refuse_whole(source.header.config, place)
     if source.header.layout is None:
         refuse_two_widths(source.header.config, place)

@@ -1,21 +1,18 @@
 """The work of `megaconv verify A [B] --forward`: opens the checkpoints, chooses the tokens, and computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from formats.tensor import LazyTensor
 from megaconv.commands.forward_pass import ForwardPass, ForwardRequest, Report
-from megaconv.engine.opening import open_source
 from megaconv.errors import UsageError
-from megaconv.families import has_text_only
-from megaconv.hub import resolve
-from megaconv.input import input_at
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header
 from megaconv.options import LoadOptions
+from megatron_lite.checkpoint.restore import open_language_model
 from megatron_lite.data.beside import tokenizer_of
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
@@ -30,7 +27,7 @@ from megatron_lite.forward.rows import (
     windows,
 )
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.trainable import refuse_scores, refuse_two_widths, refuse_whole
+from megatron_lite.models.trainable import refuse_scores
 
 
 @dataclass(frozen=True)
@@ -91,15 +88,8 @@ def _logits_at_once(config: ModelConfig, max_memory: int) -> int:
 
 def _open(place: str, loader: str | None, options: LoadOptions) -> _Opened:
     """Open a checkpoint; of a multimodal model the language model."""
-    found = resolve(place, cache=options.cache)
-    if isinstance(found, Path) and has_text_only(found):
-        options = replace(options, text_only=True)
-    source = open_source(input_at(place, found, loader, options), options)
-    config = source.header.config
-    refuse_whole(config, place)
-    refuse_scores(config, place)
-    if source.header.layout is None:
-        refuse_two_widths(config, place)
+    source = open_language_model(place, loader, options)
+    refuse_scores(source.header.config, place)
     tensors = {key.name: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
     return _Opened(place, source.header, tensors)
 
