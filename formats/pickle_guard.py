@@ -20,6 +20,7 @@ from formats.pickle_records import (
     TorchDtype,
 )
 from formats.pickle_run import run
+from formats.wording import counted
 
 __all__ = [
     "Global", "NumpyArray", "NumpyDtype", "Opaque", "StorageType", "TensorRecord", "TorchDtype", "check_tree", "load", "load_at",
@@ -29,6 +30,9 @@ _log = logging.getLogger("megaconv")
 
 LIMIT_DEPTH = 100
 """Maximum depth of containers within containers."""
+
+_MOST_WARNINGS = 10
+"""Maximum number of names for which a file gets a warning each."""
 
 _BROKEN = (ValueError, TypeError, IndexError, KeyError, OverflowError, RecursionError, struct.error)
 """Errors that bad bytes cause inside the machine. MalformedError is a ValueError."""
@@ -95,12 +99,16 @@ def load_at(
         raise CorruptCheckpoint(
             f"{source}: a broken pickle near byte {machine.position}: {reason}; copy or save the file again"
         ) from error
-    for name in sorted(machine.unusual) if warns else ():
+    unusual = sorted(machine.unusual) if warns else []
+    for name in unusual[:_MOST_WARNINGS]:
         _log.warning(
             "%s: asks to call %s, which no checkpoint needs; it was not called, and its result is left out",
             source,
             name,
         )
+    if len(unusual) > _MOST_WARNINGS:
+        others = counted(len(unusual) - _MOST_WARNINGS, "other name")
+        _log.warning("%s: asks to call %s too; megaconv scan lists them", source, others)
     return value, machine.position
 
 

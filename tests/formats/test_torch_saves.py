@@ -74,6 +74,13 @@ def test_an_old_file_gives_one_warning_for_each_name(
     assert len(caplog.messages) == 1
 
 
+def test_many_names_get_few_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    calls = b"".join(b"ctorch\nx%d\n)R" % number for number in range(1000))
+    pickle_guard.load(b"\x80\x02](" + calls + b"e.", source="x.pt")
+    assert len(caplog.messages) == 11
+    assert caplog.messages[-1] == "x.pt: asks to call 990 other names too; megaconv scan lists them"
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_lazy_conjugates_and_negatives_are_refused(zipped: bool, tmp_path: Path) -> None:
     numbers = torch.tensor([1 + 2j, 3 - 4j])
