@@ -20,6 +20,7 @@ from formats.chunked import ChunkedTensor
 from formats.compared import ComparedTensor
 from formats.errors import CorruptCheckpoint, UnsafeContent
 from formats.flattened import beginning, vector
+from formats.pickle_records import Global
 from formats.tensor import LazyTensor, Shape, reshaped
 
 LATEST = "latest_universal"
@@ -27,6 +28,9 @@ FOLDER = "zero"
 GROUPS = "optimizer_state.pt"
 FILES = {"master": "fp32.pt", "exp_avg": "exp_avg.pt", "exp_avg_sq": "exp_avg_sq.pt"}
 """Slot -> its file in the directory of a parameter."""
+
+
+_STAGES = {"ZeroStageEnum.optimizer_states": 1, "ZeroStageEnum.weights": 3}
 
 
 class Universal(NamedTuple):
@@ -158,6 +162,8 @@ def _tensor(file: Path, shape: Shape) -> LazyTensor:
 
 
 def _stage(value: Any) -> int:
-    """The stage, from a number or a ZeroStageEnum."""
+    """The stage, from a number or a ZeroStageEnum. Python 3.11.0 to 3.11.3 pickles the name of its member."""
+    if isinstance(value, Global):
+        return _STAGES.get(value.name, 2)
     number = value.args[0] if getattr(value, "args", ()) else value
     return number if type(number) is int and 1 <= number <= 3 else 2

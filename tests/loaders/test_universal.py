@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import megaconv
+from formats import zero_universal
+from formats.pickle_records import Global, Opaque
 from tests.conftest import FIXTURES
 from tests.runs import assert_refused, run
 
@@ -39,6 +41,15 @@ def test_it_goes_on_in_megatron(case: str, tmp_path: Path) -> None:
     )
     assert megaconv.fingerprint(tmp_path / "core") == report.fingerprint
     assert "deepspeed, universal, of ZeRO" in run("inspect", universal(case)).out
+
+
+def test_the_stage_is_read_from_a_number_or_a_member_by_value_or_name() -> None:
+    module = "deepspeed.runtime.zero.config"
+    for stage, name in ((1, "optimizer_states"), (2, "gradients"), (3, "weights")):
+        by_value = Opaque(module, "ZeroStageEnum", (stage,))
+        by_name = Global(module, f"ZeroStageEnum.{name}")
+        assert [zero_universal._stage(each) for each in (stage, by_value, by_name)] == [stage] * 3
+    assert zero_universal._stage(None) == 2
 
 
 def copy(tmp_path: Path, case: str = GROUPS) -> Path:
