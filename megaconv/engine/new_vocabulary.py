@@ -155,8 +155,10 @@ def _notice(before: int, after: int, new_rows: str, with_pieces: int) -> str:
     if after == before:
         return ""
     if after < before:
-        gone = counted(before - after, "last row")
-        return f"embedding and head lose their {gone}"
+        gone = before - after
+        return (
+            f"embedding and head lose {'the last row' if gone == 1 else f'the last {gone:,} rows'}"
+        )
     added = after - before
     values = {
         MEAN: "the mean of all old rows",

@@ -201,7 +201,10 @@ REFUSED = {
         moe_router_quantile_balancing_ema
         """,
     ),
-    **_because("making experts from a dense model", "moe_upcycling_granularity moe_use_upcycling"),
+    **_because(
+        "making experts from a dense model (megaconv convert --num-experts makes them)",
+        "moe_upcycling_granularity moe_use_upcycling",
+    ),
     **_because(
         "a file that describes layers of different kinds",
         """

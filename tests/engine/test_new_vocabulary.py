@@ -107,7 +107,7 @@ def test_a_line_says_what_the_new_rows_are(llama: Path, tmp_path: Path) -> None:
     more, zero, fewer = run(*words, 140), run(*words, 132, "--new-rows", "zero"), run(*words, 100)
     assert "embedding and head get 9 new rows (131 to 139): the mean of all old rows" in more.err
     assert "embedding and head get 1 new row (131): zeros" in zero.err
-    assert "embedding and head lose their 31 last rows" in fewer.err
+    assert "embedding and head lose the last 31 rows" in fewer.err
 
 
 def test_an_average_and_chosen_layers_have_a_new_vocabulary(llama: Path, tmp_path: Path) -> None:
