@@ -33,8 +33,8 @@ class ChosenLayers:
     header: Header
     origins: Mapping[Key, Key]
     """Tensors -> those of the whole model."""
-    notice: str
-    """A line for people: the layers of the output."""
+    notices: Sequence[str]
+    """For people: the layers of the output."""
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         """Yield the tensors in the order of the manifest."""
@@ -69,7 +69,7 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
         ),
         has_optimizer=False,
     )
-    return ChosenLayers(source, made, origins, _notice(chosen))
+    return ChosenLayers(source, made, origins, [_notice(chosen)])
 
 
 def _notice(chosen: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Models that are made of another model's tensors: of some of its layers, with other tokens, with experts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from megaconv.model.ir import Key, Source
@@ -21,8 +21,8 @@ class DerivedSource(Source, Protocol):
         ...
 
     @property
-    def notice(self) -> str:
-        """A line for people: how it differs from that model; empty if there is nothing to say."""
+    def notices(self) -> Sequence[str]:
+        """Lines for people: how it differs from that model."""
         ...
 
 

@@ -1,16 +1,19 @@
 """--tokenizer: the output's tokenizer, compared with the input's."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from formats.wording import counted
+from megaconv.engine.completeness import GENERATION
 from megaconv.engine.sidecars import find_sidecars, is_of_tokenizer
+from megaconv.engine.special_tokens import Ids, generation_config, new_special_tokens
 from megaconv.engine.token_lists import TokenList, kinds_of, pieces_of, texts_of, token_list
 from megaconv.errors import UsageError
 from megaconv.hub import nothing_at
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 
 F = TypeVar("F")
@@ -27,6 +30,8 @@ class NewTokenizer:
     tokens: TokenList
     earlier: Mapping[str, Path | bytes]
     """The files of the input's tokenizer."""
+    special: Ids
+    """The tokens that begin, end or pad a text and didn't do so before."""
     place: str
     """The input, for messages."""
 
@@ -57,11 +62,27 @@ class NewTokenizer:
                 directory,
                 place,
             )
-        return cls(directory, files, tokens, earlier, place)
+        special = new_special_tokens(files, tokens, earlier, header.config)
+        return cls(directory, files, tokens, earlier, special, place)
 
-    def files_beside(self, others: Mapping[str, Path]) -> dict[str, Path]:
-        """The small files of the output. others: those of the input."""
-        return {**without_tokenizer(others), **self.files}
+    def files_beside(self, header: Header) -> tuple[dict[str, Path], dict[str, bytes]]:
+        """The small files of the output: those that are copied, and those that are made. header: the input's."""
+        copied = {**_without_tokenizer(header.files), **self.files}
+        made = _without_tokenizer(header.made)
+        file = made.get(GENERATION, copied.get(GENERATION))
+        if self.special and file is not None:
+            copied.pop(GENERATION, None)
+            made[GENERATION] = generation_config(file, self.special)
+        return copied, made
+
+    def notices(self, config: ModelConfig) -> Iterator[str]:
+        """Yield a line for people for each token that begins, ends or pads a text and didn't do so before.
+
+        config: the input's.
+        """
+        texts = {**self.tokens.usual, **self.tokens.added}
+        for name, number in self.special.items():
+            yield f"{name} is {number} now ({texts[number]!r:.40}), as in {self.directory}; it was {getattr(config, name)}"
 
     def pieces(self, numbers: range) -> dict[int, Sequence[int]]:
         """New token -> the tokens that its text had before. Tokens whose text had none of the model's are left out."""
@@ -74,7 +95,7 @@ class NewTokenizer:
         return {number: pieces for number, pieces in known.items() if pieces}
 
 
-def without_tokenizer(files: Mapping[str, F]) -> dict[str, F]:
+def _without_tokenizer(files: Mapping[str, F]) -> dict[str, F]:
     """The small files of a model without those of its tokenizer."""
     return {name: file for name, file in files.items() if not is_of_tokenizer(name)}
 

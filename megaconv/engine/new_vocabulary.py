@@ -7,11 +7,12 @@ from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
-from megaconv.engine.new_tokenizer import NewTokenizer, without_tokenizer
+from megaconv.engine.new_tokenizer import NewTokenizer
+from megaconv.engine.special_tokens import Ids, with_special_tokens
 from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
 from megaconv.families import family
 from megaconv.families.parts.language_model import inner_config
-from megaconv.families.parts.whole_model import with_tokens
+from megaconv.families.parts.whole_model import with_values
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.table import canonical_shapes
@@ -28,8 +29,8 @@ class NewVocabulary:
     """The model as it was."""
     header: Header
     new: "_NewTokens"
-    notice: str
-    """A line for people; empty if no row is added or taken away."""
+    notices: Sequence[str]
+    """For people: new rows, and new special tokens."""
     origins: Mapping[Key, Key] = field(default_factory=dict)
     """Empty: all tensors keep their names."""
 
@@ -71,17 +72,19 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     changed = [key for key, info in manifest.items() if info != header.manifest[key]]
     made = replace(
         header,
-        config=_config(header.config, after),
+        config=_config(header.config, after, {} if tokenizer is None else tokenizer.special),
         manifest=manifest,
-        files=header.files if tokenizer is None else tokenizer.files_beside(header.files),
-        made=header.made if tokenizer is None else without_tokenizer(header.made),
-        named_tokenizer="" if tokenizer is not None else header.named_tokenizer,
         padded_vocab=header.padded_vocab if before == after else None,
         read_otherwise=header.read_otherwise | frozenset(changed),
         has_optimizer=False,
     )
+    notices = [*_notice_of_rows(before, after, chosen.new_rows, len(pieces))]
+    if tokenizer is not None:
+        copied, written = tokenizer.files_beside(header)
+        made = replace(made, files=copied, made=written, named_tokenizer="")
+        notices += tokenizer.notices(header.config)
     new = _NewTokens(chosen.new_rows == ZERO, pieces)
-    return NewVocabulary(source, made, new, _notice(before, after, chosen.new_rows, len(pieces)))
+    return NewVocabulary(source, made, new, notices)
 
 
 def _require_known(header: Header, place: str) -> None:
@@ -137,12 +140,13 @@ def _require_rows(key: Key, info: TensorInfo, shape: tuple[int, ...], config: Mo
         )
 
 
-def _config(config: ModelConfig, vocab: int) -> ModelConfig:
-    made = replace(config, vocab=vocab)
-    if vocab == config.vocab:
+def _config(config: ModelConfig, vocab: int, special: Ids) -> ModelConfig:
+    made = with_special_tokens(replace(config, vocab=vocab), special)
+    if made == config:
         return made
     if config.whole is not None:
-        whole = with_tokens(config.whole, config.vocab, vocab)
+        values = {name: (getattr(config, name), getattr(made, name)) for name in special}
+        whole = with_values(config.whole, {"vocab_size": (config.vocab, vocab), **values})
         return replace(made, whole=whole, hf=inner_config(whole.config))
     if config.hf is None:
         return made
@@ -150,20 +154,17 @@ def _config(config: ModelConfig, vocab: int) -> ModelConfig:
     return replace(made, hf=changed)
 
 
-def _notice(before: int, after: int, new_rows: str, with_pieces: int) -> str:
-    """A line for people about the rows of the output; empty if they are the input's."""
-    if after == before:
-        return ""
-    if after < before:
-        gone = before - after
-        return (
-            f"embedding and head lose {'the last row' if gone == 1 else f'the last {gone:,} rows'}"
-        )
-    added = after - before
-    values = {
-        MEAN: "the mean of all old rows",
-        ZERO: "zeros",
-        PIECES: f"the mean of its text's old tokens ({with_pieces:,} of {added:,}), or of all old rows",
-    }
-    numbers = f"{before}" if added == 1 else f"{before} to {after - 1}"
-    return f"embedding and head get {counted(added, 'new row')} ({numbers}): {values[new_rows]}"
+def _notice_of_rows(before: int, after: int, new_rows: str, with_pieces: int) -> Iterator[str]:
+    """Yield a line for people about the rows of the output, unless they are the input's."""
+    gone, added = before - after, after - before
+    if gone > 0:
+        which = "the last row" if gone == 1 else f"the last {gone:,} rows"
+        yield f"embedding and head lose {which}"
+    if added > 0:
+        values = {
+            MEAN: "the mean of all old rows",
+            ZERO: "zeros",
+            PIECES: f"the mean of its text's old tokens ({with_pieces:,} of {added:,}), or of all old rows",
+        }
+        numbers = f"{before}" if added == 1 else f"{before} to {after - 1}"
+        yield f"embedding and head get {counted(added, 'new row')} ({numbers}): {values[new_rows]}"

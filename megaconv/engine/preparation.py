@@ -152,7 +152,7 @@ def _notices(
     """Notices for the user. reason: the reason why optimizer state is left out, if it is."""
     if options.averaged:
         yield notice_of_average(found.given, options)
-    yield from (each.notice for each in reversed(chain_of(opened)) if each.notice)
+    yield from (notice for each in reversed(chain_of(opened)) for notice in each.notices)
     unknown = opened.header.config.own_names
     if unknown is not None:
         yield f"tensors keep their names and shapes: {unknown.why}"

@@ -43,7 +43,8 @@ class Upcycled:
     header: Header
     origins: Mapping[Key, Key]
     """Experts -> the tensors of a dense model that they are, or are parts of."""
-    notice: str
+    notices: Sequence[str]
+    """For people: what becomes of each MLP."""
     experts_of: Sequence[Source]
     """The dense models that the experts are of, in turn."""
     granularity: int
@@ -108,7 +109,7 @@ def with_experts(
         has_optimizer=False,
     )
     return Upcycled(
-        source, made, origins, _notice(config, chosen), models or [source], chosen.granularity
+        source, made, origins, [_notice(config, chosen)], models or [source], chosen.granularity
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,62 @@ def test_the_tokenizer_of_a_megatron_checkpoint_is_replaced(model: Path, tmp_pat
     assert (back / "tokenizer.json").read_bytes() == (new / "tokenizer.json").read_bytes()
     megaconv.convert(model, tmp_path / "more_hf", saver="hf", tokenizer=new, new_rows="pieces")
     assert torch.equal(embedding(back), embedding(tmp_path / "more_hf"))
+
+
+def name_end(directory: Path, text: str) -> Path:
+    """Let a tokenizer end texts with a token."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": text}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def ends(model: Path) -> list[Any]:
+    """What config.json and generation_config.json say of the end of a text."""
+    names = ("config.json", "generation_config.json")
+    return [json.loads((model / name).read_text())["eos_token_id"] for name in names]
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"), [(2, [263, [263, 262]]), ([2, 5], [[263, 2, 5], [263, 262]])]
+)
+def test_a_new_end_of_texts_is_one_of_the_model_too(
+    before: Any, expected: list[Any], model: Path, tmp_path: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": before}
+    (model / "config.json").write_text(json.dumps(config))
+    name_end(model, "</s>")
+    new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "<end>")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert outcome.status == 0, outcome.err
+    assert f"eos_token_id is 263 now ('<end>'), as in {new}; it was " in outcome.err
+    assert ends(tmp_path / "out") == expected
+    assert run("convert", model, tmp_path / "core", "--saver", "core").status == 0
+    again = ["convert", tmp_path / "core", tmp_path / "back", "--saver", "hf", "--tokenizer", new]
+    assert run(*again).status == 0
+    assert ends(tmp_path / "back") == expected
+
+
+def test_special_tokens_that_the_old_tokenizer_named_stay(model: Path, tmp_path: Path) -> None:
+    name_end(model, "</s>")
+    new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "</s>")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert (outcome.status, outcome.err) == (0, "")
+    assert ends(tmp_path / "out") == [2, 262]
+    name_end(new, "no such token")
+    assert run(*words, "--overwrite").status == 0
+    assert ends(tmp_path / "out") == [2, 262]
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"eos_token": {"text": "x"}}'])
+def test_damaged_settings_of_a_tokenizer_are_one_line(
+    content: str, model: Path, tmp_path: Path
+) -> None:
+    new = write_tokenizer(tmp_path / "new", ("<end>",))
+    (new / "tokenizer_config.json").write_text(content)
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert_refused(run(*words), 3, "tokenizer_config.json")
 
 
 def _piece(text: bytes) -> bytes:

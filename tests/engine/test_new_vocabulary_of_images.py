@@ -57,6 +57,7 @@ def test_a_tokenizer_and_megatron_go_along(tmp_path: Path) -> None:
     before = megaconv.inspect(tmp_path / "hf").header.config.vocab
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     tokenizer.add_tokens([f"<tool_{number}>" for number in range(before - len(tokenizer) + 3)])
+    tokenizer.eos_token = "<tool_0>"
     tokenizer.save_pretrained(tmp_path / "new")
     words = ["--tokenizer", tmp_path / "new", "--new-rows", "zero"]
     core = run("convert", tmp_path / "hf", tmp_path / "core", "--saver", "core", "--tp", 2, *words)
@@ -75,4 +76,6 @@ def test_a_tokenizer_and_megatron_go_along(tmp_path: Path) -> None:
     content = (tmp_path / "back" / "tokenizer.json").read_bytes()
     assert content == (tmp_path / "new" / "tokenizer.json").read_bytes()
     config = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert config.get("text_config", config)["vocab_size"] == before + 3
+    inner = config.get("text_config", config)
+    assert inner["vocab_size"] == before + 3
+    assert inner["eos_token_id"] == tokenizer.eos_token_id

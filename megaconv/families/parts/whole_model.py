@@ -36,7 +36,6 @@ RENAMED: Mapping[str, Renamed] = {
 """model_type -> (prefix of names in transformers' files, the same prefix in Megatron-Bridge's models)."""
 
 _MODEL = "model."
-_VOCABULARY = "vocab_size"
 _AS_BRIDGE_HAS_THEM: Mapping[str, tuple[tuple[str, str], Renamed]] = {
     "gemma3": (INSIDE[1], RENAMED["gemma3"]),
     "qwen2_5_vl": (("", ""), ()),
@@ -153,12 +152,16 @@ def whole_config_json(config: Mapping[str, Any], dtype: str) -> bytes:
     return as_file(config)
 
 
-def with_tokens(whole: Whole, before: int, after: int) -> Whole:
-    """A multimodal model whose language model has another number of tokens."""
+def with_values(whole: Whole, values: Mapping[str, tuple[Any, Any]]) -> Whole:
+    """A multimodal model whose language model has other values. values: key of config.json -> (value before, value now)."""
     config, parts = _opened(whole.config)
-    stated = [part for part in parts if part.get(_VOCABULARY) == before]
-    for part in stated or parts[-1:]:
-        part[_VOCABULARY] = after
+    for key, (before, now) in values.items():
+        written, earlier = (
+            list(each) if isinstance(each, tuple) else each for each in (now, before)
+        )
+        stated = [part for part in parts if key in part and part[key] == earlier]
+        for part in stated or parts[-1:]:
+            part[key] = written
     return replace(whole, config=config)
 
 
