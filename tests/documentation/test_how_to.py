@@ -31,6 +31,7 @@ SERVING = "serve-without-converting.md"
 TRAINING = {
     "finetune": ("finetune-llama.md", "serve-a-tuned-model.md"),
     "continue": ("continue-a-megatron-run.md",),
+    "tokens": ("add-tokens.md",),
     "machines": ("train-on-several-machines.md",),
 }
 """Pages that share a directory: the second page uses the files of the first."""
