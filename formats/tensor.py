@@ -215,6 +215,8 @@ class StridedTensor:
     dtype: str
     strides: Shape
     """Strides in elements, one per axis."""
+    check: EntryCheck | None = field(default=None, compare=False, repr=False)
+    """The check of the zip entry that holds the tensor, if the entry has a checksum."""
 
     def __post_init__(self) -> None:
         end = self.offset + self._extent * ITEMSIZE[self.dtype]
@@ -237,6 +239,8 @@ class StridedTensor:
         )
 
     def read_into(self, box: Box, out: Bytes) -> None:
+        if self.check is not None:
+            self.check.touch()  # the elements are scattered
         view = self._view()
         if len(self.shape) == 1:
             out[:] = view[box.row0 : box.row1]

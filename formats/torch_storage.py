@@ -90,7 +90,7 @@ def lazy_tensor(record: TensorRecord) -> LazyTensor:
         raise CorruptCheckpoint(
             f"{what} has more elements than its storage; save it with .contiguous()"
         )
-    return StridedTensor(file, start, shape, dtype, strides)
+    return StridedTensor(file, start, shape, dtype, strides, storage.check)
 
 
 def _without_single(shape: Shape, strides: Shape) -> Shape:

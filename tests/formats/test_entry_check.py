@@ -10,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import megaconv
 from formats import torch_zip
 from formats.entry_check import Entry, EntryCheck
 from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.opened import OpenedFiles
-from formats.tensor import Box, FileTensor, read_tensor, row_blocks
+from formats.tensor import Box, FileTensor, StridedTensor, read_tensor, row_blocks
 from tests.models import write_llama
 
 CONTENT = random.Random(7).randbytes(1000)
@@ -225,3 +226,42 @@ def test_damaged_padding_is_found_by_verify_and_fingerprint(tmp_path: Path) -> N
     for command in (megaconv.verify, megaconv.fingerprint):
         with pytest.raises(CorruptCheckpoint, match="checksum"):
             command(tmp_path / "core")
+
+
+@pytest.mark.parametrize("box", [Box(0, 40, 0, 32), Box(3, 4, 5, 6)], ids=["whole", "an element"])
+def test_damage_of_a_transposed_tensor_is_found_after_it_was_read(box: Box, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(1280.0).view(32, 40).t()}, tmp_path / "x.pt")
+    content = bytearray((tmp_path / "x.pt").read_bytes())
+    for is_damaged in (False, True):
+        opened = OpenedFiles()
+        with opened:
+            value = torch_zip.read(tmp_path / "x.pt")
+        assert isinstance(value, dict)
+        assert isinstance(value["a"], StridedTensor)
+        value["a"].read_into(box, np.empty((box.rows, box.cols * 4), np.uint8))
+        if is_damaged:
+            with pytest.raises(CorruptCheckpoint, match="checksum"):
+                opened.require_as_stored()
+        else:
+            opened.require_as_stored()
+            content[value["a"].offset + 7] ^= 1
+            (tmp_path / "x.pt").write_bytes(content)
+
+
+def test_a_damaged_transposed_weight_is_not_converted(tmp_path: Path) -> None:
+    hf = write_llama(tmp_path / "hf", layers=1)
+    weights = load_file(hf / "model.safetensors")
+    transposed = {
+        name: each.t().contiguous().t() if each.dim() == 2 else each
+        for name, each in weights.items()
+    }
+    (hf / "model.safetensors").unlink()
+    file = hf / "pytorch_model.bin"
+    torch.save(transposed, file)
+    content = bytearray(file.read_bytes())
+    content[torch_zip.read(file)["model.layers.0.self_attn.q_proj.weight"].offset + 5] ^= 64  # type: ignore[index]
+    file.write_bytes(content)
+    for workers in (0, 2):
+        with pytest.raises(CorruptCheckpoint, match="checksum"):
+            megaconv.convert(hf, tmp_path / "out", saver="core", workers=workers)
+        assert not (tmp_path / "out").exists()
