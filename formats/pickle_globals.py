@@ -61,14 +61,15 @@ _HARMLESS = {
 
 _ORDINARY = re.compile(
     r"""torch\.(device|Generator|_C\.Generator|distributed\.remote_device\._remote_device|serialization\._get_layout|_utils\._rebuild_\w+|torch_version\.TorchVersion)
-    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh|_mesh_layout))\.([a-z_]\w*\.)*(_?[A-Z]\w*\.)*_?[A-Z]\w*
+    |torch\.(nn|optim|amp|cuda\.amp|distributed\.(checkpoint|tensor|_tensor|_shard|fsdp|device_mesh|_mesh_layout))\.(_*[a-z]\w*\.)*(_?[A-Z]\w*\.)*_?[A-Z]\w*
     |numpy\.random\._pickle\.__\w+_ctor|numpy\.random\.bit_generator\.__pyx_unpickle_\w+|numpy\.random\.([a-z_]\w*\.)*[A-Z]\w*|numpy\.dtypes\.\w+|numpy\.ma\.core\._mareconstruct
     |torch\.distributed\.checkpoint\.metadata\._MEM_FORMAT_ENCODING""",
     re.VERBOSE,
 )
-"""Names of torch and numpy that checkpoints use: functions by name, and classes of some modules."""
+"""Names of torch and numpy that checkpoints use: functions by name, and classes of some modules. A module begins with a small
+letter and a class with a capital one, so that a name matches in one way only, and a long one takes no longer."""
 
-_DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d+\w*")
+_DTYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)\d\w*")
 _RENAMED = {
     "__builtin__": "builtins",
     "copy_reg": "copyreg",
@@ -301,7 +302,7 @@ _VALUES: dict[tuple[str, str], Callable[..., object]] = {
 
 _CLASS = re.compile(
     r"(megatron|transformer_engine|transformer_engine_torch|omegaconf|nemo|lightning|pytorch_lightning|deepspeed|apex|modelopt"
-    r"|transformers|accelerate|trl|peft)(\.[a-z_]\w*)*\.(_?[A-Z]\w*\.)*_?[A-Z]\w*"
+    r"|transformers|accelerate|trl|peft)(\._*[a-z]\w*)*\.(_?[A-Z]\w*\.)*_?[A-Z]\w*"
     r"|deepspeed\.utils\.tensor_fragment\.fragment_address"
 )
 """Classes of packages that write checkpoints. The pattern follows the usual spelling of class names."""

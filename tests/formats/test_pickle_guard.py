@@ -37,6 +37,7 @@ from formats.pickle_guard import (
 from formats.pickle_machine import Machine
 from formats.pickle_opcodes import HANDLERS
 from formats.pickle_run import run
+from formats.pickle_scan import scan_pickle
 
 PROTOCOLS = range(6)
 
@@ -573,6 +574,19 @@ def test_sets_that_are_copied_again_and_again_are_refused() -> None:
 def test_a_tensor_that_is_rebuilt_by_a_function_of_python_is_refused() -> None:
     by_type = line("torch._tensor", "_rebuild_from_type_v2") + b"(" + line("builtins", "list")
     refuse(by_type + line("torch", "Tensor") + b"]\x85}tR.", "rebuilt by a function")
+
+
+def test_names_of_many_parts_are_judged_quickly() -> None:
+    for module in (b"torch.nn.", b"megatron."):
+        names = b"".join(b"c" + module + b"_A." * 300 + b"%06d\nx-\n" % n for n in range(2000))
+        start = time.process_time()
+        read(b"(" + names + b"t.")
+        assert scan_pickle(b"(" + names + b"t.").fault == ""
+        assert time.process_time() - start < 3
+    dtypes = b"".join(b"ctorch\nfloat" + b"1" * 900 + b"%d-\n" % n for n in range(2000))
+    start = time.process_time()
+    read(b"(" + dtypes + b"t.")
+    assert time.process_time() - start < 3
 
 
 VALID = pickle.dumps(
