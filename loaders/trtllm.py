@@ -84,8 +84,11 @@ def _place(path: Path, described: Description, dtype: str) -> Iterator[Placed]:
     for rank, natives in enumerate(_expected(path, described)):
         where = str(path / rank_file(rank))
         stored = read_rank(path, rank, ranks)
-        left_out += len(scales_of_activations(stored))
-        tensors = dequantized(stored, where, dtype) if described.is_fp8 else stored
+        unused = scales_of_activations(stored)
+        left_out += len(unused)
+        tensors = {name: tensor for name, tensor in stored.items() if name not in unused}
+        if described.is_fp8:
+            tensors = dequantized(tensors, where, dtype)
         same_names([native.name for native in natives], tensors, where)
         for native in natives:
             tensor = tensors[native.name]

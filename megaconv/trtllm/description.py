@@ -1,7 +1,8 @@
 """Reads TensorRT-LLM's config.json: the model, its layout, and the form of its weights.
 
 Every key is read, listed as harmless, or refused unless it has its only supported value. Files of nvidia-modelopt 0.47
-and of TensorRT-LLM's own converters have such keys. Source: LLaMAConfig, GPTConfig and Mapping of TensorRT-LLM.
+and of TensorRT-LLM's own converters have such keys. Source: PretrainedConfig, LLaMAConfig, GPTConfig and Mapping of
+TensorRT-LLM.
 """
 
 from collections.abc import Mapping
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint, LayoutError, UnsupportedInput
+from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.families import Family, family_of_hf
 from megaconv.families.parts.hf_config import load_config, naming_file
 from megaconv.model.ceilings import RANKS, require_countable
 from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
-from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.layout import Layout
 from megaconv.trtllm.config import CLASSES, as_hf
 
 _Raw = Mapping[str, Any]
@@ -28,6 +29,7 @@ _READ = (
 )  # fmt: skip
 _HARMLESS = (
     "producer", "version", "logits_dtype", "rank", "runtime_defaults", "disable_weight_only_quant_plugin",
+    "kv_dtype",  # older releases: the dtype of the cache
     "tie_word_embeddings",  # the tensors show it
     "moe_normalization_mode", "moe_top_k", "moe_tp_mode",  # keys of experts
 )  # fmt: skip
@@ -75,8 +77,16 @@ _MAPPING_HARMLESS = (
     "moe_tp_size",
     "moe_ep_size",
     "moe_cluster_size",
+    "attn_tp_size",  # tp_size * cp_size / attn_cp_size
 )
-_MAPPING_ONLY: Mapping[str, tuple[Any, ...]] = {"cp_size": (1,), "auto_parallel": (False,)}
+_MAPPING_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "cp_size": (1,),
+    "cp_config": (None, {}),
+    "attn_cp_size": (1, -1),
+    "auto_parallel": (False,),
+    "enable_attention_dp": (False,),
+    "enable_lm_head_tp_in_adp": (False,),
+}
 _ALGORITHMS = (None, "FP8")
 _CACHES = (None, "FP8", "INT8")
 
@@ -150,7 +160,8 @@ def _require_heads(config: ModelConfig, complete: _Raw, where: str) -> None:
 
 def _require_known(raw: _Raw, family_name: str, where: str) -> None:
     of_family = _OF_GPT2 if family_name == "gpt2" else _OF_LLAMA
-    only = {**_ONLY, **of_family}
+    head_size = _with_defaults(raw)["head_size"]
+    only = {**_ONLY, **of_family, "rotary_embedding_dim": (None, head_size)}
     if family_name != "gpt2":  # the bias of attention's last matrix: as those of q, k, v
         only["bias"] = (bool(raw.get("attn_bias", raw.get("bias", False))),)
     _require(raw, (*_READ, *_HARMLESS, "moe"), only, where)
@@ -170,7 +181,8 @@ def _require(
             if value not in only[key]:
                 expected = " or ".join(map(repr, only[key]))
                 raise UnsupportedInput(
-                    f"{where}: {key} = {value!r:.60} is not supported; supported is {expected}"
+                    f"{where}: {key} = {value!r:.60} is not supported; supported is {expected}. "
+                    "Give the checkpoint that it was made from"
                 )
         elif key not in known:
             raise UnsupportedInput(
@@ -186,7 +198,7 @@ def _with_defaults(raw: _Raw) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "norm_epsilon": 1e-5,
         "head_size": raw["hidden_size"] // heads,
-        "intermediate_size": None,
+        "intermediate_size": 4 * raw["hidden_size"],
         "max_position_embeddings": None,
         "attn_bias": raw.get("bias", False),
     }
@@ -212,10 +224,17 @@ def _layout(mapping: _Raw, layers: int, where: str) -> Layout:
         raise CorruptCheckpoint(
             f"{where}: mapping.world_size is {world}, but tp_size * pp_size is {tp * pp}"
         )
-    try:
-        return Layout(tp=tp, pp=pp, stage_layers=split_layers(layers, pp, 1, LayerSplit()))
-    except LayoutError as error:
-        raise CorruptCheckpoint(f"{where}: {error}") from error
+    if pp > layers:
+        raise CorruptCheckpoint(
+            f"{where}: mapping.pp_size is {pp}, but the model has {layers} layers"
+        )
+    return Layout(tp=tp, pp=pp, stage_layers=_stages(layers, pp))
+
+
+def _stages(layers: int, pp: int) -> tuple[int, ...]:
+    """The number of layers of each stage. The first stages have one more if pp doesn't divide them."""
+    each, remaining = divmod(layers, pp)
+    return tuple(each + (stage < remaining) for stage in range(pp))
 
 
 def _is_fp8(quantization: _Raw, where: str) -> bool:

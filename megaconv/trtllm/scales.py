@@ -95,11 +95,11 @@ def with_scales(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
 def dequantized(
     tensors: Mapping[str, LazyTensor], where: str, dtype: str = READ_AS
 ) -> dict[str, LazyTensor]:
-    """The tensors of a rank, with plain values of this dtype for matrices in FP8, without scales.
+    """The tensors of a rank, with plain values of this dtype for matrices in FP8, without scales of weights.
 
     where: the file, for messages. Raises TensorMismatch for a scale that is missing or doesn't fit.
     """
-    scales = {*scales_of_activations(tensors), *_scales_of_weights(tensors)}
+    scales = set(_scales_of_weights(tensors))
     plain = {name: tensor for name, tensor in tensors.items() if name not in scales}
     for name, tensor in plain.items():
         if tensor.dtype == CODES:
@@ -107,9 +107,9 @@ def dequantized(
     return plain
 
 
-def scales_of_activations(names: Iterable[str]) -> list[str]:
-    """The names of the scales that belong to no weight."""
-    return [name for name in names if name.rpartition(".")[2] in _OF_ACTIVATIONS]
+def scales_of_activations(names: Iterable[str]) -> set[str]:
+    """The names of the scales that belong to no weight. Plain weights may have those of a quantized cache."""
+    return {name for name in names if name.rpartition(".")[2] in _OF_ACTIVATIONS}
 
 
 def _scales_of_weights(tensors: Mapping[str, LazyTensor]) -> Iterator[str]:

@@ -114,6 +114,57 @@ def test_an_embedding_that_every_rank_holds_is_read_too(tmp_path: Path, padding:
     assert megaconv.fingerprint(copy).weights == megaconv.fingerprint(LLAMA).weights
 
 
+def test_a_description_of_tensorrt_llm_itself_is_read(tmp_path: Path) -> None:
+    """The keys that its LLaMAConfig writes, and the cache's dtype, which older releases note."""
+    copy = shutil.copytree(LLAMA, tmp_path / "copy")
+    mapping = {
+        "world_size": 4, "gpus_per_node": 8, "cp_size": 1, "tp_size": 2, "pp_size": 2, "moe_tp_size": 2,
+        "moe_cluster_size": 1, "moe_ep_size": 1, "attn_tp_size": 2, "attn_cp_size": 1, "cp_config": {},
+        "enable_attention_dp": False, "enable_lm_head_tp_in_adp": False,
+    }  # fmt: skip
+    change_config(copy, mapping=mapping, rotary_embedding_dim=8, kv_dtype="bfloat16")
+    assert megaconv.fingerprint(copy).weights == megaconv.fingerprint(LLAMA).weights
+
+
+def test_missing_sizes_have_tensorrt_llms_defaults(tmp_path: Path) -> None:
+    write_llama(tmp_path / "hf", layers=1, hidden=32, ffn=128)
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="trtllm")
+    file = tmp_path / "out/config.json"
+    raw = json.loads(file.read_text())
+    del raw["intermediate_size"]
+    file.write_text(json.dumps(raw))
+    assert megaconv.open(tmp_path / "out").config.mlp.ffn == 128
+
+
+@pytest.mark.parametrize("algorithm", ["INT8", "FP8"])
+def test_scales_of_a_quantized_cache_are_left_out(
+    tmp_path: Path, algorithm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = shutil.copytree(LLAMA, tmp_path / "copy")
+    quantization = {"quant_algo": None, "kv_cache_quant_algo": algorithm}
+    change_config(copy, quantization=quantization)
+    with_tensor(copy, "transformer.layers.0.attention.kv_cache_scaling_factor", torch.ones(1))
+    assert megaconv.fingerprint(copy).weights == megaconv.fingerprint(LLAMA).weights
+    assert "of activations are left out" in caplog.text
+
+
+def test_first_stages_have_one_layer_more_if_the_layers_cannot_be_divided(tmp_path: Path) -> None:
+    """TensorRT-LLM divides layers as torch.tensor_split does."""
+    source = write_llama(tmp_path / "hf", layers=3)
+    megaconv.convert(source, tmp_path / "three", saver="trtllm", pp=3)
+    first, second, last = (
+        load_file(tmp_path / f"three/rank{rank}.safetensors") for rank in range(3)
+    )
+    moved = {name.replace("layers.0.", "layers.1."): tensor for name, tensor in second.items()}
+    uneven = tmp_path / "uneven"
+    uneven.mkdir()
+    shutil.copy(tmp_path / "three/config.json", uneven)
+    change_config(uneven, mapping={"world_size": 2, "tp_size": 1, "pp_size": 2})
+    save_file(first | moved, uneven / "rank0.safetensors")
+    save_file(last, uneven / "rank1.safetensors")
+    assert megaconv.fingerprint(uneven).weights == megaconv.fingerprint(source).weights
+
+
 def exchanged(directory: Path, first: int, second: int) -> None:
     one, other = (directory / f"rank{rank}.safetensors" for rank in (first, second))
     one.rename(directory / "kept")
@@ -192,7 +243,9 @@ def test_exchanged_files_of_our_own_are_named(tmp_path: Path, ranks: tuple[int, 
         ({"mapping": {"tp_size": 2, "pp_size": 1, "world_size": 4}}, "tp_size * pp_size is 2"),
         ({"mapping": {"tp_size": 1 << 40}}, "mapping.tp_size should be 1 to 65,536"),
         ({"mapping": {"tp_size": 1, "cp_size": 2}}, "cp_size = 2 is not supported"),
-        ({"mapping": {"tp_size": 2, "pp_size": 3}}, "can't be divided"),
+        ({"mapping": {"tp_size": 2, "pp_size": 3}}, "pp_size is 3, but the model has 2 layers"),
+        ({"mapping": {"attn_tp_size": 1, "attn_cp_size": 2}}, "attn_cp_size = 2 is not supported"),
+        ({"rotary_embedding_dim": 4}, "rotary_embedding_dim = 4 is not supported"),
         ({"mapping": {"tp_size": 4}}, "can't be divided"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers should be at most 2,000"),
         ({"num_attention_heads": 0}, "has a value of a wrong kind"),
