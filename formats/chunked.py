@@ -10,11 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from formats.errors import CorruptCheckpoint
 from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape, matrix_shape
+
+_MOST_DIVIDED = 5
+"""Maximum number of axes along which chunks divide a tensor. Checkpoints divide up to three."""
 
 
 class Stored(Protocol):
@@ -212,7 +215,7 @@ def require_cover(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]])
         raise CorruptCheckpoint(
             f"{what}: its chunks hold {held} of {total} elements; a part is missing"
         )
-    if held > total or (total and not _disjoint(filled, 0)):
+    if held > total or (total and not _covers_once(what, shape, filled)):
         raise CorruptCheckpoint(f"{what}: its chunks overlap; save the checkpoint again")
 
 
@@ -233,20 +236,33 @@ def _is_grid(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
     return {sizes for _, sizes in boxes} == {step} and {offset for offset, _ in boxes} == corners
 
 
-def _disjoint(boxes: Sequence[tuple[Shape, Shape]], axis: int) -> bool:
-    """True if no two rectangles of a list overlap. The search divides them into slabs along one axis, and each slab
-    along the next axis."""
-    if len(boxes) < 2:
-        return True
-    if axis == len(boxes[0][0]):
-        return False
-    # Slabs begin where a rectangle begins. Two overlapping rectangles share the slab in which the later one begins.
-    edges = sorted({offset[axis] for offset, _ in boxes})
-    slabs: list[list[tuple[Shape, Shape]]] = [[] for _ in edges]
-    for box in boxes:
-        first, last = box[0][axis], box[0][axis] + box[1][axis]
-        index = bisect_right(edges, first) - 1
-        while index < len(edges) and edges[index] < last:
-            slabs[index].append(box)
-            index += 1
-    return all(_disjoint(slab, axis + 1) for slab in slabs)
+def _covers_once(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> bool:
+    """True if rectangles inside a tensor cover it exactly once.
+
+    Each rectangle counts 1 for its elements. The counts of all rectangles are those of the tensor exactly if both have
+    the same differences along all axes. The differences of a rectangle are 1 and -1 in turn, at its corners, and 0
+    elsewhere. Raises CorruptCheckpoint if too many axes are divided.
+    """
+    starts = np.array([*(offset for offset, _ in boxes), (0,) * len(shape)], np.int64)
+    ends = starts + np.array([*(sizes for _, sizes in boxes), shape], np.int64)
+    divided = np.flatnonzero(starts.any(axis=0) | (ends != ends[-1]).any(axis=0))
+    if len(divided) > _MOST_DIVIDED:
+        raise CorruptCheckpoint(f"{what}: its chunks divide more than {_MOST_DIVIDED} axes")
+    if not len(divided):
+        return len(boxes) == 1
+    counts = np.ones(len(boxes) + 1, np.int64)
+    counts[-1] = -1  # the tensor itself
+    corners, differences = [], []
+    for at_end in product((False, True), repeat=len(divided)):
+        corners.append(np.where(at_end, ends[:, divided], starts[:, divided]))
+        differences.append(-counts if sum(at_end) % 2 else counts)
+    return not _sums(np.concatenate(corners), np.concatenate(differences)).any()
+
+
+def _sums(keys: Any, values: Any) -> Any:
+    """The sum of the values of each key. keys: an array of [number, axes]."""
+    order = np.lexsort(keys.T)
+    keys, values = keys[order], values[order]
+    is_first = np.ones(len(keys), bool)
+    is_first[1:] = (keys[1:] != keys[:-1]).any(axis=1)
+    return np.add.reduceat(values, np.flatnonzero(is_first))

@@ -1,7 +1,9 @@
 """Tensors over chunks: any number of axes, any chunks that cover them, read rectangle by rectangle."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -129,6 +131,27 @@ def test_a_chunk_that_is_missing_doubled_or_moved_is_noticed(
 def test_chunks_that_overlap_and_leave_a_hole_of_the_same_size_are_noticed() -> None:
     with pytest.raises(CorruptCheckpoint, match="overlap"):
         require_cover("tensor", (4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))])
+
+
+def test_many_chunks_in_steps_are_checked_in_time_by_their_number() -> None:
+    """A column from the diagonal down, and the rest of the column above it: each chunk lies beside all others."""
+    count = 10_000
+    below = [((row, row), (count - row, 1)) for row in range(count)]
+    above = [((0, row), (row, 1)) for row in range(1, count)]
+    start = time.process_time()
+    require_cover("tensor", (count, count), below + above)
+    moved = ((1, 3), (3, 1))  # a row lower than above[2]
+    with pytest.raises(CorruptCheckpoint, match="overlap"):
+        require_cover("tensor", (count, count), [*below, *above[:2], moved, *above[3:]])
+    assert time.process_time() - start < 5
+
+
+def test_chunks_of_six_axes_are_refused() -> None:
+    halves = [(at, (1,) * 6) for at in product((0, 1), repeat=6)]
+    require_cover("tensor", (2,) * 6, halves)
+    joined_pair = [((0,) * 6, (1, 1, 1, 1, 1, 2)), *(each for each in halves if any(each[0][:5]))]
+    with pytest.raises(CorruptCheckpoint, match="divide more than 5 axes"):
+        require_cover("tensor", (2,) * 6, joined_pair)
 
 
 def test_joined_tensors_lie_one_under_the_other() -> None:
