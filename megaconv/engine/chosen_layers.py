@@ -7,6 +7,7 @@ from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
+from megaconv.engine.derived import require_language_model
 from megaconv.errors import (
     CorruptCheckpoint,
     LayoutError,
@@ -86,13 +87,7 @@ def _notice(chosen: Sequence[int]) -> str:
 
 def _require_layers(header: Header, chosen: Sequence[int], place: str) -> None:
     config = header.config
-    if header.adapter is not None or config.own_names is not None:
-        what = "an adapter" if header.adapter is not None else "a model of no known family"
-        raise UnsupportedInput(
-            f"--layers: {place} is {what}; only layers of a known model can be chosen"
-        )
-    if config.whole is not None:
-        raise UnsupportedInput(f"--layers: {place} is a multimodal model; add --text-only")
+    require_language_model(header, place, "--layers")
     reason = _numbered(header)
     if reason:
         raise UnsupportedInput(

@@ -54,9 +54,11 @@ def tokens_without_rows(header: Header) -> tuple[str, ...]:
     if header.config.own_names is not None:
         return ()
     added: dict[int, str] = {}
-    for name, path in header.files.items():
-        if name in _ADDED:
-            added |= _ADDED[name](read_sidecar(path).decode(errors="replace"))
+    for name, read in _ADDED.items():
+        if name in header.made:
+            added |= read(header.made[name].decode(errors="replace"))
+        elif name in header.files:
+            added |= read(read_sidecar(header.files[name]).decode(errors="replace"))
     beyond = sorted(token for token in added if token >= header.config.vocab)
     if not beyond:
         return ()

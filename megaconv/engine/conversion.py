@@ -107,9 +107,9 @@ def _require_kept(place: Place, save_dir: str | Path, options: ConvertOptions) -
     others = (
         options.load.config,
         options.save.base,
-        *(Path(each.place) for each in options.adapters),
-        *(Path(each.place) for each in options.averaged),
-        *map(Path, options.upcycling.experts_of),
+        *(each.place for each in options.adapters),
+        *(each.place for each in options.averaged),
+        *options.upcycling.experts_of,
         options.vocabulary.tokenizer,
         *patched_places(options.all_extra()),
     )

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from megaconv.model.ir import Key, Source
+from megaconv.errors import UnsupportedInput
+from megaconv.model.ir import Header, Key, Source
 
 
 @runtime_checkable
@@ -24,6 +25,20 @@ class DerivedSource(Source, Protocol):
     def notices(self) -> Sequence[str]:
         """Lines for people: how it differs from that model."""
         ...
+
+
+def require_known(header: Header, place: str, asked: str) -> None:
+    """Raise UnsupportedInput for a model of which nothing can be derived. asked: the option, for the message."""
+    if header.adapter is not None or header.config.own_names is not None:
+        what = "an adapter" if header.adapter is not None else "a model of no known family"
+        raise UnsupportedInput(f"{asked}: {place} is {what}; expected a model of a known family")
+
+
+def require_language_model(header: Header, place: str, asked: str) -> None:
+    """Raise UnsupportedInput for all but a known language model. Parameters: as above."""
+    require_known(header, place, asked)
+    if header.config.whole is not None:
+        raise UnsupportedInput(f"{asked}: {place} is a multimodal model; add --text-only")
 
 
 def chain_of(source: Source) -> list[DerivedSource]:

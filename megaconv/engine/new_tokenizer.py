@@ -38,13 +38,16 @@ class NewTokenizer:
     @classmethod
     def of(cls, directory: Path, header: Header, place: str) -> "NewTokenizer":
         """The tokenizer in a directory. Raises UsageError if it isn't one, or gives tokens of the model other numbers."""
+        if directory.is_file():
+            raise UsageError(
+                f"--tokenizer {directory}: is a file; give the directory of the tokenizer, {directory.parent}"
+            )
         if not directory.is_dir():
             raise UsageError(f"--tokenizer {nothing_at(directory)}", code="no-such-input")
         files = {
             name: path for name, path in find_sidecars(directory).items() if is_of_tokenizer(name)
         }
-        beside: dict[str, Path | bytes] = {**header.files, **header.made}
-        earlier = {name: file for name, file in beside.items() if is_of_tokenizer(name)}
+        earlier = tokenizer_files(header)
         kinds = kinds_of(files)
         if not kinds:
             raise UsageError(
@@ -93,6 +96,12 @@ class NewTokenizer:
             for number, pieces in found.items()
         }
         return {number: pieces for number, pieces in known.items() if pieces}
+
+
+def tokenizer_files(header: Header) -> dict[str, Path | bytes]:
+    """The files of a model's tokenizer by name."""
+    beside: dict[str, Path | bytes] = {**header.files, **header.made}
+    return {name: file for name, file in beside.items() if is_of_tokenizer(name)}
 
 
 def _without_tokenizer(files: Mapping[str, F]) -> dict[str, F]:

@@ -7,9 +7,11 @@ from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
-from megaconv.engine.new_tokenizer import NewTokenizer
-from megaconv.engine.special_tokens import Ids, with_special_tokens
-from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
+from megaconv.engine.derived import require_known
+from megaconv.engine.new_tokenizer import NewTokenizer, tokenizer_files
+from megaconv.engine.special_tokens import SPECIAL_IDS, Ids, listed, with_special_tokens
+from megaconv.engine.token_lists import kinds_of, token_list
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.whole_model import with_values
@@ -19,6 +21,9 @@ from megaconv.model.table import canonical_shapes
 from megaconv.options.vocabulary import MEAN, PIECES, ZERO, VocabularyChoice
 from megaconv.values.cast import FLOATS
 from megaconv.values.resized import ResizedTensor
+
+_ASKED = "--vocab-size, --tokenizer"
+"""The options, for messages."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     adapters and models that megaconv doesn't know, NotExpressible for models with other tables by token.
     """
     header = source.header
-    _require_known(header, place)
+    require_known(header, place, _ASKED)
     tokenizer = (
         None if chosen.tokenizer is None else NewTokenizer.of(chosen.tokenizer, header, place)
     )
@@ -87,14 +92,6 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     return NewVocabulary(source, made, new, notices)
 
 
-def _require_known(header: Header, place: str) -> None:
-    if header.adapter is not None or header.config.own_names is not None:
-        what = "an adapter" if header.adapter is not None else "a model of no known family"
-        raise UnsupportedInput(
-            f"--vocab-size, --tokenizer: {place} is {what}; only a known model can have another vocabulary"
-        )
-
-
 def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | None) -> int:
     """The tokens of the output. Raises UsageError for fewer than its tokenizer has."""
     needed = 0 if tokenizer is None else tokenizer.tokens.count
@@ -104,7 +101,26 @@ def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | No
         raise UsageError(
             f"--vocab-size {chosen.size}: the tokenizer in {chosen.tokenizer} needs {needed} rows or more"
         )
+    if chosen.size < header.config.vocab:
+        _require_unused(header, chosen.size, own=tokenizer is None)
     return chosen.size
+
+
+def _require_unused(header: Header, size: int, *, own: bool) -> None:
+    """Raise UsageError if the last rows are of tokens in use. own: the input's own tokenizer stays."""
+    files = tokenizer_files(header) if own else {}
+    for kind in kinds_of(files)[:1]:
+        needed = token_list(files, kind).count
+        if size < needed:
+            raise UsageError(
+                f"--vocab-size {size}: the model's tokenizer needs {needed} rows or more; give --tokenizer with a smaller one"
+            )
+    for name in SPECIAL_IDS:
+        ids = listed(getattr(header.config, name))
+        if any(number >= size for number in ids):
+            raise UsageError(
+                f"--vocab-size {size}: the model's {name} is {max(ids)}; choose {max(ids) + 1} or more"
+            )
 
 
 def _manifest(header: Header, vocab: int) -> dict[Key, TensorInfo]:
@@ -120,7 +136,7 @@ def _manifest(header: Header, vocab: int) -> dict[Key, TensorInfo]:
     for what, there in parts.items():
         if there:
             raise NotExpressible(
-                f"--vocab-size, --tokenizer: a {config.family} with {what} can't have another vocabulary"
+                f"{_ASKED}: a {config.family} with {what} can't have another vocabulary"
             )
     shapes = canonical_shapes(family(config.family).rows, replace(config, vocab=vocab))
     found = {}
@@ -136,7 +152,7 @@ def _require_rows(key: Key, info: TensorInfo, shape: tuple[int, ...], config: Mo
     is_by_token = info.shape[0] == config.vocab and info.shape[1:] == shape[1:]
     if not is_by_token or info.dtype not in FLOATS:
         raise NotExpressible(
-            f"--vocab-size, --tokenizer: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
+            f"{_ASKED}: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
         )
 
 

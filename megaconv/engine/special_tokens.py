@@ -18,6 +18,8 @@ _ROLES = ("bos_token", "eos_token", "pad_token")
 _SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 """Files that name these tokens. The later one wins, as in transformers."""
 
+SPECIAL_IDS = tuple(f"{role}_id" for role in _ROLES)
+"""Fields of the model's description with the numbers of these tokens."""
 Ids = Mapping[str, int]
 """Field of the model's description, such as `eos_token_id` -> the number of a token."""
 
@@ -37,7 +39,7 @@ def new_special_tokens(
     found: dict[str, int] = {}
     for role, text in _named(files).items():
         number = numbers.get(text)
-        is_new = text != before.get(role) and number not in _listed(getattr(config, f"{role}_id"))
+        is_new = text != before.get(role) and number not in listed(getattr(config, f"{role}_id"))
         if number is not None and is_new:
             found[f"{role}_id"] = number
     return found
@@ -87,12 +89,12 @@ def generation_config(file: Path | bytes, ids: Ids) -> bytes:
     where = str(file) if isinstance(file, Path) else "generation_config.json"
     settings = read_object(file, where)
     for name, number in ids.items():
-        before = _listed(settings.get(name))
+        before = listed(settings.get(name))
         settings[name] = [number, *before] if name == "eos_token_id" and before else number
     return (json.dumps(settings, indent=2) + "\n").encode()
 
 
-def _listed(ids: Any) -> tuple[Any, ...]:
+def listed(ids: Any) -> tuple[Any, ...]:
     """One number, several or none, as a tuple."""
     if ids is None:
         return ()

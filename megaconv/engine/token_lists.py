@@ -1,6 +1,7 @@
 """The tokens of a tokenizer by their numbers, from its files alone."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,17 @@ from megaconv.gguf.sentencepiece import read_pieces
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.check import well_formed
 
-KINDS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""Files that list the tokens of a vocabulary. The first one that is there counts."""
+_TOKENIZER = "tokenizer.json"
+KINDS = (_TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""Files that list the tokens of a vocabulary."""
 _SETTINGS, _ADDED = "tokenizer_config.json", "added_tokens.json"
+_RANK = re.compile(rb"([A-Za-z0-9+/]+=*) (\d{1,9})")
+"""A line of a tokenizer.model with tiktoken's ranks: a token's bytes in base64 and its number."""
+_FREE_NUMBERS = 1000
+"""Numbers that a tokenizer may leave out, in addition to as many as it has tokens."""
+
+Files = Mapping[str, Path | bytes]
+"""Files of a tokenizer by name: their paths, or their contents."""
 
 
 @dataclass(frozen=True)
@@ -33,28 +42,37 @@ class TokenList:
         return max((*self.usual, *self.added)) + 1
 
 
-def kinds_of(files: Mapping[str, Path | bytes]) -> list[str]:
+def kinds_of(files: Files) -> list[str]:
     """The files that list the tokens, of those beside a model."""
     return [kind for kind in KINDS if kind in files]
 
 
-def token_list(files: Mapping[str, Path | bytes], kind: str) -> TokenList:
-    """The tokens of a tokenizer. files: its files by name. Raises CorruptCheckpoint, UnsupportedInput."""
+def token_list(files: Files, kind: str) -> TokenList:
+    """The tokens of a tokenizer, as one of its files lists them, with those that a tokenizer.json has in addition.
+
+    Raises CorruptCheckpoint.
+    """
     where = _where(files, kind)
-    raw = _json(files, kind) if kind.endswith(".json") else None
+    tokenizer = _json(files, _TOKENIZER) if _TOKENIZER in files else {}
     with well_formed(where):
-        usual = dict(_usual(_content(files[kind]), kind) if raw is None else _listed(raw, kind))
-    added = _added(files, raw if kind == "tokenizer.json" else {}, where)
-    for number in (*usual, *added):
-        if type(number) is not int or not 0 <= number < VOCABULARY:
-            raise CorruptCheckpoint(f"{where}: has a token with the number {number!r:.40}")
-    if not usual:
-        raise CorruptCheckpoint(f"{where}: has no token")
-    only_usual = {number: text for number, text in usual.items() if number not in added}
-    return TokenList(only_usual, added)
+        usual = _usual(files, kind, tokenizer)
+        if not usual:
+            raise CorruptCheckpoint(f"{where}: has no token")
+    added = _added(files, tokenizer)
+    if tokenizer and kind != _TOKENIZER:
+        with well_formed(_where(files, _TOKENIZER)):
+            usual = _numbered(_listed(tokenizer["model"]["vocab"])) | usual
+    found = TokenList({each: text for each, text in usual.items() if each not in added}, added)
+    tokens = len(found.usual) + len(added)
+    if found.count > 2 * tokens + _FREE_NUMBERS:
+        raise CorruptCheckpoint(
+            f"{where}: the tokenizer has a token with the number {found.count - 1:,}, and only {tokens:,} tokens; expected numbers "
+            "without such gaps"
+        )
+    return found
 
 
-def _where(files: Mapping[str, Path | bytes], name: str) -> str:
+def _where(files: Files, name: str) -> str:
     return str(files[name]) if isinstance(files[name], Path) else name
 
 
@@ -62,7 +80,7 @@ def _content(file: Path | bytes) -> bytes:
     return read_small(file, SIDECAR_BYTES) if isinstance(file, Path) else file
 
 
-def _json(files: Mapping[str, Path | bytes], name: str) -> Any:
+def _json(files: Files, name: str) -> Any:
     try:
         return parse_json(_content(files[name]))
     except (ValueError, RecursionError) as error:
@@ -71,42 +89,58 @@ def _json(files: Mapping[str, Path | bytes], name: str) -> Any:
         ) from error
 
 
-def _usual(content: bytes, kind: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of the tokens of a file that isn't JSON."""
-    if kind.endswith(".model"):
-        yield from enumerate(piece.text for piece in read_pieces(content))
-    else:
+def _usual(files: Files, kind: str, tokenizer: Any) -> dict[int, str]:
+    """Number -> text of the tokens that a file lists. tokenizer: the content of tokenizer.json."""
+    if kind == _TOKENIZER:
+        return _numbered(_listed(tokenizer["model"]["vocab"]))
+    if kind.endswith(".json"):
+        return _numbered(_listed(_json(files, kind)))
+    content = _content(files[kind])
+    if kind.endswith(".txt"):
         text = content.decode(errors="replace").removesuffix("\n")
-        yield from enumerate(line.removesuffix("\r") for line in text.split("\n"))
+        return dict(enumerate(line.removesuffix("\r") for line in text.split("\n")))
+    if _RANK.match(content):
+        lines = map(_RANK.fullmatch, content.splitlines())
+        return {int(line[2]): line[1].decode() for line in lines if line}
+    return dict(enumerate(piece.text for piece in read_pieces(content)))
 
 
-def _listed(raw: Any, kind: str) -> Iterator[tuple[int, str]]:
-    """Yield (number, text) of the tokens of a JSON file."""
-    listed = raw["model"]["vocab"] if kind == "tokenizer.json" else raw
-    if isinstance(listed, list):  # Unigram: [text, score] of each token
-        yield from enumerate(str(token[0]) for token in listed)
+def _listed(vocabulary: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (number, text) of the tokens of a vocabulary in JSON."""
+    if isinstance(vocabulary, list):  # Unigram: [text, score] of each token
+        yield from enumerate(token[0] for token in vocabulary)
     else:
-        yield from ((number, str(text)) for text, number in listed.items())
+        yield from ((number, text) for text, number in vocabulary.items())
 
 
-def _added(files: Mapping[str, Path | bytes], tokenizer: Any, where: str) -> dict[int, str]:
-    """Number -> text of the added tokens. tokenizer: the content of tokenizer.json, or {}. where: its path, for messages."""
+def _added(files: Files, tokenizer: Any) -> dict[int, str]:
+    """Number -> text of the added tokens. tokenizer: the content of tokenizer.json, or {}."""
     found: dict[int, str] = {}
     if _ADDED in files:
         with well_formed(_where(files, _ADDED)):
-            found |= {number: str(text) for text, number in _json(files, _ADDED).items()}
+            found |= _numbered(_listed(_json(files, _ADDED)))
     if _SETTINGS in files:
         with well_formed(_where(files, _SETTINGS)):
             listed = _json(files, _SETTINGS).get("added_tokens_decoder") or {}
-            found |= {int(number): str(token["content"]) for number, token in listed.items()}
-    with well_formed(where):
-        listed = tokenizer.get("added_tokens") or ()
-        return found | {token["id"]: str(token["content"]) for token in listed}
+            found |= _numbered((int(number), each["content"]) for number, each in listed.items())
+    if _TOKENIZER in files:
+        with well_formed(_where(files, _TOKENIZER)):
+            listed = tokenizer.get("added_tokens") or ()
+            found |= _numbered((each["id"], each["content"]) for each in listed)
+    return found
 
 
-def texts_of(
-    files: Mapping[str, Path | bytes], tokens: TokenList, numbers: range, where: str
-) -> dict[int, str]:
+def _numbered(tokens: Iterable[tuple[Any, Any]]) -> dict[int, str]:
+    """The tokens by number. Raises ValueError for something else than numbers and texts."""
+    found = {}
+    for number, text in tokens:
+        if type(number) is not int or not 0 <= number < VOCABULARY or not isinstance(text, str):
+            raise ValueError(f"{text!r:.40} with the number {number!r:.40}")
+        found[number] = text
+    return found
+
+
+def texts_of(files: Files, tokens: TokenList, numbers: range, where: str) -> dict[int, str]:
     """The texts that tokens of a tokenizer stand for. files: its files. where: its place, for messages.
 
     Raises UnsupportedInput for usual tokens of a tokenizer without a tokenizer.json.
@@ -119,28 +153,45 @@ def texts_of(
     return texts
 
 
-def pieces_of(
-    files: Mapping[str, Path | bytes], texts: Mapping[int, str], where: str
-) -> dict[int, list[int]]:
-    """The tokens of each text, without those at its begin and end. files: those of the tokenizer.
+def pieces_of(files: Files, texts: Mapping[int, str], where: str) -> dict[int, list[int]]:
+    """The tokens of each text, without those at its begin and end, and without those that stand for unknown text.
 
-    Raises UnsupportedInput for a tokenizer without a tokenizer.json.
+    files: those of the tokenizer. Raises UnsupportedInput for a tokenizer without a tokenizer.json, or a text that isn't
+    one in UTF-8.
     """
     tokenizer = _opened(files, where)
-    return {
-        number: tokenizer.encode(text, add_special_tokens=False).ids
-        for number, text in texts.items()
-    }
+    unknown = _unknown(_json(files, _TOKENIZER)["model"])
+    found = {}
+    for number, text in texts.items():
+        try:
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+        except TypeError:  # half of a surrogate pair, which JSON can hold
+            raise UnsupportedInput(
+                f"--new-rows pieces: token {number} is {text!r:.40}, which is no text in UTF-8; choose --new-rows mean"
+            ) from None
+        found[number] = [each for each in ids if each != unknown]
+    return found
 
 
-def _opened(files: Mapping[str, Path | bytes], where: str) -> Any:
+def _unknown(model: Mapping[str, Any]) -> int | None:
+    """The number of the token for unknown text, in a tokenizer.json's model; None if it has none."""
+    if model.get("unk_id") is not None:
+        return int(model["unk_id"])
+    token = model.get("unk_token")
+    return None if token is None else model["vocab"].get(token)
+
+
+def _opened(files: Files, where: str) -> Any:
     """A tokenizer of the tokenizers library. Raises UnsupportedInput without a tokenizer.json."""
     tokenizers = require_tokenizers("--new-rows pieces")
-    if KINDS[0] not in files:
+    if _TOKENIZER not in files:
         raise UnsupportedInput(
             f"--new-rows pieces: {where} has no tokenizer.json, which splits the text of new tokens; choose --new-rows mean"
         )
     try:
-        return tokenizers.Tokenizer.from_str(_content(files[KINDS[0]]).decode())
+        made = tokenizers.Tokenizer.from_str(_content(files[_TOKENIZER]).decode())
     except Exception as error:  # the library raises no narrower one
         raise CorruptCheckpoint(f"{where}: its tokenizer.json is not readable ({error})") from error
+    made.no_padding()
+    made.no_truncation()
+    return made

@@ -1,11 +1,14 @@
 """--num-experts: a mixture of experts, made from a dense model, or from several of one shape."""
 
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from formats.tensor import Box, LazyTensor
 from megaconv.engine.chosen_layers import with_layers
+from megaconv.engine.derived import require_language_model
 from megaconv.engine.other_models import open_other, require_weights, tell_of_settings
 from megaconv.errors import (
     CheckpointError,
@@ -22,6 +25,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
 from megaconv.model.meaning import require_kept
+from megaconv.model.subjects import Experts
 from megaconv.model.table import canonical_shapes
 from megaconv.options import ConvertOptions, LoadOptions
 from megaconv.options.upcycling import Upcycling
@@ -115,15 +119,10 @@ def with_experts(
 
 def _require_dense(header: Header, place: str) -> None:
     """Raise UnsupportedInput for a model whose MLPs can't become experts."""
-    config = header.config
-    if header.adapter is not None or config.own_names is not None:
-        what = "an adapter" if header.adapter is not None else "a model of no known family"
-        raise UnsupportedInput(f"--num-experts: {place} is {what}; expected a known dense model")
-    if config.whole is not None:
-        raise UnsupportedInput(f"--num-experts: {place} is a multimodal model; add --text-only")
-    if config.experts.count:
+    require_language_model(header, place, "--num-experts")
+    if header.config.experts.count:
         raise UnsupportedInput(
-            f"--num-experts: {place} has {config.experts.count} experts already; expected a dense model"
+            f"--num-experts: {place} has {header.config.experts.count} experts already; expected a dense model"
         )
 
 
@@ -138,7 +137,8 @@ def _mixture(config: ModelConfig, chosen: Upcycling) -> ModelConfig:
         replace(kind, mlp="experts") if kind.mlp == "dense" else kind for kind in config.layers
     )
     assert chosen.experts is not None, "experts were asked for"
-    experts = replace(config.experts, count=chosen.experts, per_token=chosen.topk, ffn=width)
+    # A dense model may say how a router would weigh experts (Jamba). Here their weights have to add up to 1.
+    experts = Experts(count=chosen.experts, per_token=chosen.topk, ffn=width)
     made = replace(config, layers=kinds, experts=experts, hf=None)
     refusals = {each.name: _refusal(made, each) for each in families().values()}
     fitting = [name for name, reason in refusals.items() if reason is None]
@@ -147,7 +147,28 @@ def _mixture(config: ModelConfig, chosen: Upcycling) -> ModelConfig:
             f"--num-experts: no family has experts and the other parts of this {config.family}. {_PLAINEST}, the plainest one, lacks "
             f"some: {refusals[_PLAINEST]}"
         )
-    return replace(made, family=min(fitting, key=lambda name: not _is_usual(made, family(name))))
+    name = min(fitting, key=lambda name: not _is_usual(made, family(name)))
+    made = replace(made, family=name)
+    return replace(made, hf=_own_config(config, made))
+
+
+def _own_config(dense: ModelConfig, mixture: ModelConfig) -> Mapping[str, Any] | None:
+    """The mixture's config.json: the dense model's, with the keys of the other family; None if that isn't known.
+
+    A key that the dense model's family doesn't write stays, unless the mixture's family reads it otherwise.
+    """
+    if dense.hf is None:
+        return None
+    before, after = family(dense.family), family(mixture.family)
+    own: dict[str, Any] = json.loads(before.config_json(dense))
+    dropped = {*before.write_hf(dense), *before.aliases, "auto_map"}
+    kept = {key: value for key, value in own.items() if key not in dropped}
+    made = {**kept, **after.write_hf(mixture)}
+    try:
+        require_kept(mixture, after.read_hf(made), "its config.json", but=NOT_COMPUTED)
+    except CheckpointError:
+        return None
+    return made
 
 
 def _is_usual(config: ModelConfig, candidate: Family) -> bool:
@@ -205,9 +226,10 @@ def _require_alike(
     for key in sorted(needed):
         info, expected = theirs.manifest.get(key), ours.manifest[key]
         if info is None or info.shape != expected.shape:
-            found = "no such tensor" if info is None else f"the shape {list(info.shape)}"
+            found = "isn't there" if info is None else f"has the shape {list(info.shape)}"
             raise TensorMismatch(
-                f"--experts-of {place}: has {found} for {key}, and {given} has {list(expected.shape)}; expected a model of the same shape"
+                f"--experts-of {place}: {key} {found}, and has the shape {list(expected.shape)} in {given}; expected a model of these "
+                "shapes"
             )
         if info.dtype != expected.dtype:
             raise TensorMismatch(

@@ -62,12 +62,15 @@ class Upcycling:
                     f"{what} {number}: expected a multiple of --moe-upcycling-granularity {self.granularity}"
                 )
         if self.topk > self.experts:
+            given = "" if self.per_token is not None else " by default"
             raise UsageError(
-                f"--moe-router-topk {self.topk}: there are only {self.experts} experts"
+                f"--num-experts {self.experts}: a token has {self.topk} experts{given} (--moe-router-topk); expected at most as many "
+                "as there are"
             )
-        if len(self.experts_of) > self.experts // self.granularity:
+        needed = len(self.experts_of) * self.granularity
+        if needed > self.experts:
             raise UsageError(
-                f"--experts-of: {len(self.experts_of)} models need more than {self.experts} experts"
+                f"--experts-of: {len(self.experts_of)} models are {needed} experts; expected --num-experts {needed} or more"
             )
 
     def _refuse_without_experts(self) -> None:

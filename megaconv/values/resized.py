@@ -36,23 +36,32 @@ class ResizedTensor(ComputedTensor):
         if kept:
             rows = Box(box.row0, box.row0 + kept, box.col0, box.col1)
             self.source.read_into(rows, out[:kept])
-        for index in range(kept, box.rows):
-            np.copyto(out[index], self._new_row(box.row0 + index, box.col0, box.col1))
+        if kept == box.rows:
+            return
+        new, itemsize = out[kept:], ITEMSIZE[self.dtype]
+        new[:] = 0 if self.zero else self._mean[box.col0 * itemsize : box.col1 * itemsize]
+        self._fill_from_pieces(Box(box.row0 + kept, box.row1, box.col0, box.col1), new)
+
+    def _fill_from_pieces(self, box: Box, out: Bytes) -> None:
+        """Fill those of some new rows that are the mean of some stored rows."""
+        means = {row: self.pieces[row] for row in range(box.row0, box.row1) if row in self.pieces}
+        wanted = sorted({piece for pieces in means.values() for piece in pieces})
+        if not wanted:
+            return
+        stored = np.empty((len(wanted), box.cols * ITEMSIZE[self.dtype]), np.uint8)
+        for index, piece in enumerate(wanted):
+            stored_row = Box(piece, piece + 1, box.col0, box.col1)
+            self.source.read_into(stored_row, stored[index : index + 1])
+        numbers = dict(zip(wanted, self._numbers(stored), strict=True))
+        for row, pieces in means.items():
+            total = np.zeros(box.cols, np.float64)
+            for piece in pieces:
+                total += numbers[piece]
+            np.copyto(out[row - box.row0], self._rounded(total / len(pieces)))
 
     @property
     def _stored_rows(self) -> int:
         return self.source.shape[0]
-
-    def _new_row(self, row: int, col0: int, col1: int) -> Bytes:
-        """The bytes of some columns of a new row."""
-        itemsize = ITEMSIZE[self.dtype]
-        if self.zero:
-            return np.zeros((col1 - col0) * itemsize, np.uint8)
-        pieces = self.pieces.get(row, ())
-        if not pieces:
-            return self._mean[col0 * itemsize : col1 * itemsize]
-        total = sum(self._numbers(Box(each, each + 1, col0, col1)).sum(0) for each in pieces)
-        return self._rounded(total / len(pieces))
 
     @cached_property
     def _mean(self) -> Bytes:
@@ -61,15 +70,15 @@ class ResizedTensor(ComputedTensor):
         step = max(1, _BLOCK_BYTES // (8 * cols))
         total = np.zeros(cols, np.float64)
         for row in range(0, self._stored_rows, step):
-            total += self._numbers(Box(row, min(row + step, self._stored_rows), 0, cols)).sum(0)
+            block = Box(row, min(row + step, self._stored_rows), 0, cols)
+            total += self._numbers(read_bytes(self.source, block, ITEMSIZE[self.dtype])).sum(0)
         return self._rounded(total / self._stored_rows)
 
-    def _numbers(self, box: Box) -> Doubles:
-        """Stored rows in float64."""
-        stored = read_bytes(self.source, box, ITEMSIZE[self.dtype])
+    def _numbers(self, stored: Bytes) -> Doubles:
+        """The bytes of stored rows in float64."""
         with np.errstate(invalid="ignore"):  # some NaN
             numbers = rounding.numbers(stored.reshape(-1), self.dtype)
-        return numbers.reshape(box.rows, box.cols)
+        return numbers.reshape(len(stored), -1)
 
     def _rounded(self, row: Doubles) -> Bytes:
         made = np.empty(row.size * ITEMSIZE[self.dtype], np.uint8)

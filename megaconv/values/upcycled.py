@@ -64,8 +64,8 @@ class PartTensor(ComputedTensor):
             np.copyto(out, _rounded(values * self.factor, self.dtype))
         except rounding.BeyondRange:
             raise NotExpressible(
-                f"{self.name}: {self.factor} times a weight is beyond the range of {self.dtype}; choose a smaller "
-                "--moe-upcycling-granularity, or give --dtype bf16"
+                f"{self.name}: {self.factor} times a weight is beyond the range of {self.dtype}; convert the "
+                "model to another dtype first (--dtype bf16)"
             ) from None
 
 

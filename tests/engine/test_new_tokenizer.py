@@ -199,6 +199,22 @@ def test_special_tokens_that_the_old_tokenizer_named_stay(model: Path, tmp_path:
     assert ends(tmp_path / "out") == [2, 262]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("added_tokens.json", '{"x": null}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"-1": {"content": "x"}}}'),
+    ],
+)
+def test_the_file_with_a_wrong_number_is_named(
+    name: str, content: str, model: Path, tmp_path: Path
+) -> None:
+    new = write_tokenizer(tmp_path / "new")
+    (new / name).write_text(content)
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert_refused(run(*words), 3, f"{new / name}: has a value of a wrong kind")
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"eos_token": {"text": "x"}}'])
 def test_damaged_settings_of_a_tokenizer_are_one_line(
     content: str, model: Path, tmp_path: Path
@@ -209,6 +225,111 @@ def test_damaged_settings_of_a_tokenizer_are_one_line(
     assert_refused(run(*words), 3, "tokenizer_config.json")
 
 
+def test_tokens_that_only_a_tokenizer_json_has_get_rows(tmp_path: Path) -> None:
+    """transformers 5 lists added tokens in tokenizer.json alone, also beside a tokenizer.model."""
+    pieces = b"".join(_piece(text.encode()) for text in ("<unk>", "a", "b"))
+    model = write_llama(tmp_path / "hf", layers=2, vocab=3, extra_config={"eos_token_id": 1})
+    new = tmp_path / "new"
+    new.mkdir()
+    for directory in (model, new):
+        (directory / "tokenizer.model").write_bytes(pieces)
+    content = {
+        "model": {"vocab": {"<unk>": 0, "a": 1, "b": 2}},
+        "added_tokens": [{"id": 3, "content": "<t>"}],
+    }
+    (new / "tokenizer.json").write_text(json.dumps(content))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert outcome.status == 0, outcome.err
+    assert embedding(tmp_path / "out").shape[0] == 4
+
+
+def test_padding_and_truncation_of_a_tokenizer_do_not_change_pieces(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    model = write_tokenizer(write_llama(tmp_path / "hf", layers=2, vocab=263))
+    plain = Tokenizer.from_file(str(model / "tokenizer.json"))
+    padded = Tokenizer.from_file(str(model / "tokenizer.json"))
+    padded.enable_padding(length=32)
+    padded.enable_truncation(3)
+    padded.save(str(model / "tokenizer.json"))
+    new = write_tokenizer(tmp_path / "new", ("<wider>",))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert run(*words, "--new-rows", "pieces").status == 0
+    rows = embedding(tmp_path / "out")
+    expected = rows[plain.encode("<wider>").ids].double().mean(0).bfloat16()
+    assert torch.equal(rows[263], expected)
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "Unigram"])
+def test_the_token_for_unknown_text_is_no_piece(kind: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    texts = ["[UNK]", "ab", "cd"]
+    if kind == "WordPiece":
+        inner: Any = models.WordPiece({text: n for n, text in enumerate(texts)}, unk_token="[UNK]")
+    else:
+        inner = models.Unigram([(text, -1.0) for text in texts], 0)
+    made = Tokenizer(inner)
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    model = write_llama(tmp_path / "hf", layers=2, vocab=3, extra_config={"eos_token_id": 1})
+    made.save(str(model / "tokenizer.json"))
+    made.add_tokens(["ab cd", "zz", "zz ab"])
+    (tmp_path / "new").mkdir()
+    made.save(str(tmp_path / "new" / "tokenizer.json"))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", tmp_path / "new"]
+    outcome = run(*words, "--new-rows", "pieces")
+    assert outcome.status == 0, outcome.err
+    assert "the mean of its text's old tokens (2 of 3), or of all" in outcome.err
+    rows = embedding(tmp_path / "out")
+    assert torch.equal(rows[3], rows[1:3].double().mean(0).bfloat16())
+    assert torch.equal(rows[4], rows[:3].double().mean(0).bfloat16())
+    assert torch.equal(rows[5], rows[1])
+
+
+def test_a_text_that_is_none_in_utf_8_has_no_pieces(model: Path, tmp_path: Path) -> None:
+    new = write_tokenizer(tmp_path / "new")
+    (new / "added_tokens.json").write_text('{"\\ud800": 270}')
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert_refused(
+        run(*words, "--new-rows", "pieces"), 3, "no text in UTF-8; choose --new-rows mean"
+    )
+    assert run(*words).status == 0
+
+
+def test_rows_in_use_are_not_taken_away(model: Path, tmp_path: Path) -> None:
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--vocab-size"]
+    assert_refused(run(*words, 200), 2, "the model's tokenizer needs 263 rows or more")
+    assert run(*words, 263).status == 0
+    config = json.loads((model / "config.json").read_text()) | {"pad_token_id": 269}
+    (model / "config.json").write_text(json.dumps(config))
+    words[2] = tmp_path / "other"
+    assert_refused(run(*words, 263), 2, "the model's pad_token_id is 269; choose 270 or more")
+
+
+def test_the_file_of_a_tokenizer_asks_for_its_directory(model: Path, tmp_path: Path) -> None:
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer"]
+    refused = run(*words, model / "tokenizer.json")
+    assert_refused(refused, 2, f"is a file; give the directory of the tokenizer, {model}")
+
+
+def test_tokens_without_rows_of_a_made_tokenizer_are_named(model: Path, tmp_path: Path) -> None:
+    assert (
+        run(
+            "convert",
+            model,
+            tmp_path / "m.gguf",
+            "--saver",
+            "gguf",
+            "--option",
+            "tokenizer_pre=gpt-2",
+        ).status
+        == 0
+    )
+    words = ["convert", tmp_path / "m.gguf", tmp_path / "out", "--saver", "hf", "--vocab-size", 200]
+    assert_refused(run(*words), 2, "the model's tokenizer needs")
+
+
 def _piece(text: bytes) -> bytes:
     inner = b"\x0a" + bytes([len(text)]) + text
     return b"\x0a" + bytes([len(inner)]) + inner
@@ -216,6 +337,7 @@ def _piece(text: bytes) -> bytes:
 
 FILES: dict[str, tuple[bytes, dict[int, str]]] = {
     "tokenizer.model": (_piece(b"<s>") + _piece(b"a"), {0: "<s>", 1: "a"}),
+    "tokenizer.model, tiktoken": (b"YQ== 0\nYg== 1\n", {0: "YQ==", 1: "Yg=="}),
     "vocab.json": (b'{"b": 1, "a": 0}', {0: "a", 1: "b"}),
     "vocab.txt": ("[PAD]\r\na\u2028b\nc\n".encode(), {0: "[PAD]", 1: "a\u2028b", 2: "c"}),
     "tokenizer.json": (b'{"model": {"vocab": [["x", -1.0], ["y", -2.0]]}}', {0: "x", 1: "y"}),
@@ -225,6 +347,7 @@ FILES: dict[str, tuple[bytes, dict[int, str]]] = {
 @pytest.mark.parametrize("kind", FILES)
 def test_tokens_are_listed_from_each_kind_of_file(kind: str) -> None:
     content, expected = FILES[kind]
+    kind = kind.partition(",")[0]
     files: dict[str, Path | bytes] = {kind: content, "added_tokens.json": b'{"<t>": 9}'}
     files["tokenizer_config.json"] = b'{"added_tokens_decoder": {"8": {"content": "<u>"}}}'
     assert kinds_of(files) == [kind]
@@ -249,6 +372,7 @@ def test_tokens_are_listed_from_each_kind_of_file(kind: str) -> None:
         b'{"model": {"vocab": [1]}}',
         b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": "x", "content": "y"}]}',
         b'{"model": {"vocab": {"a": 0}}, "added_tokens": 5}',
+        b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 99999999, "content": "y"}]}',
         b"[" * 100_000,
         b"\xff",
     ],

@@ -30,6 +30,10 @@ REFUSED = (
 )
 """Variants with further tables by token: their names, up to a comma."""
 MORE = 5
+KILL_LATE = KILL.format(
+    owner="FileTensor", name="read_into", number=16, journaled="import time; time.sleep(0.5)"
+)
+"""SIGKILL after the largest tensors are in the journal."""
 
 
 def is_refused(name: str) -> bool:
@@ -143,11 +147,10 @@ def test_optimizer_state_is_left_out_and_refused(tmp_path: Path) -> None:
     assert not megaconv.inspect(tmp_path / "out").header.has_optimizer
 
 
-def test_a_killed_run_is_not_continued_with_another_size(llama: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_not_continued_with_other_rows(llama: Path, tmp_path: Path) -> None:
     words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--resume", "--workers", 1]
-    kill = KILL.format(owner="os", name="pwrite", number=8, journaled="pass")
     rows = ["--vocab-size", 140]
-    killed = finish(start(*words, *rows, before=kill))
+    killed = finish(start(*words, *rows, before=KILL_LATE))
     assert killed.status == -signal.SIGKILL, killed
     outcome = run(*words, *rows, "--new-rows", "zero")
     assert outcome.status == 0, outcome.err
@@ -162,6 +165,7 @@ def test_a_killed_run_is_not_continued_with_another_size(llama: Path, tmp_path: 
         (["--new-rows", "zero"], "has no effect without --vocab-size or --tokenizer"),
         (["--vocab-size", "140", "--new-rows", "pieces"], "needs --tokenizer"),
         (["--vocab-size", "140", "--base", "."], "the original has other tokens than the output"),
+        (["--vocab-size", "2"], "the model's eos_token_id is 2; choose 3 or more"),
         (["--tokenizer", "/no/such"], "--tokenizer /no/such: no such file or directory"),
     ],
 )

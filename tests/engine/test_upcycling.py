@@ -14,7 +14,7 @@ from megaconv.errors import CheckpointError, NotExpressible, UnsupportedInput
 from tests import transformers_oracle as oracle
 from tests import upcycling_oracle
 from tests.conftest import FIXTURES
-from tests.engine.test_interrupted import KILL
+from tests.engine.test_new_vocabulary import KILL_LATE
 from tests.forks import start
 from tests.megatron_oracle import for_this_release
 from tests.models import write_llama
@@ -26,11 +26,17 @@ DENSE = {
     "mistral": "mixtral",
     "phi3": "mixtral",
     "exaone": "mixtral",
+    "iquestcoder": "mixtral",
     "qwen3": "qwen3_moe",
     "qwen3, tied": "qwen3_moe",
     "olmo2": "flex_olmo",
+    "granite": "granite_moe",
+    "granite_swa": "granite_moe_swa",
+    "cohere2": "cohere2_moe",
 }
 """Variants of dense models -> the family of the mixture."""
+ALL = {**oracle.VARIANTS, **oracle.BEYOND_MEGATRON, **oracle.CONVERTED}
+OTHERS = [name for name in ALL if name not in DENSE]
 
 
 def hashes(model: Path) -> dict[str, str]:
@@ -49,7 +55,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", DENSE)
 def test_a_mixture_computes_what_the_dense_model_computes(name: str, tmp_path: Path) -> None:
-    oracle.create(oracle.VARIANTS[name], tmp_path / "hf")
+    oracle.create(ALL[name], tmp_path / "hf")
     words: dict[str, Any] = {"saver": "hf", "num_experts": 8, "workers": 1, "verify": True}
     made = megaconv.convert(tmp_path / "hf", tmp_path / "out", **words)
     assert made.header.config.family == DENSE[name]
@@ -57,6 +63,20 @@ def test_a_mixture_computes_what_the_dense_model_computes(name: str, tmp_path: P
     expected = logits(tmp_path / "hf", tokens)
     found = logits(tmp_path / "out", tokens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_other_model_is_refused_or_computed_as_before(name: str, tmp_path: Path) -> None:
+    oracle.create(ALL[name], tmp_path / "hf")
+    try:
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", num_experts=8)
+    except (NotExpressible, UnsupportedInput):
+        return
+    tokens = torch.randint(7, 120, (2, 12))
+    expected = logits(tmp_path / "hf", tokens)
+    torch.testing.assert_close(logits(tmp_path / "out", tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.oracle
@@ -157,18 +177,34 @@ def test_changed_weights_are_refused(parts: int, llama: Path, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_killed_run_is_not_continued_with_other_experts(llama: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_not_continued_with_experts_of_another_model(
+    llama: Path, tmp_path: Path
+) -> None:
+    other = write_llama(tmp_path / "other", layers=2, ffn=64, dtype="float32", seed=1)
     words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--resume", "--workers", 1]
-    kill = KILL.format(owner="os", name="pwrite", number=20, journaled="pass")
-    experts = ["--num-experts", 4]
-    killed = finish(start(*words, *experts, before=kill))
+    words += ["--num-experts", 4, "--experts-of"]
+    killed = finish(start(*words, llama, before=KILL_LATE))
     assert killed.status == -signal.SIGKILL, killed
-    outcome = run(*words, *experts, "--moe-upcycling-granularity", 2)
+    outcome = run(*words, other)
     assert outcome.status == 0, outcome.err
-    megaconv.convert(
-        llama, tmp_path / "new", saver="hf", num_experts=4, moe_upcycling_granularity=2
-    )
+    megaconv.convert(llama, tmp_path / "new", saver="hf", num_experts=4, experts_of=[other])
     assert hashes(tmp_path / "out") == hashes(tmp_path / "new")
+
+
+def test_keys_of_the_dense_model_stay(tmp_path: Path) -> None:
+    settings = {"note": [1], "attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False}
+    source = write_llama(
+        tmp_path / "hf", layers=2, extra_config=settings | {"auto_map": {"a": "b"}}
+    )
+    megaconv.convert(source, tmp_path / "out", saver="hf", num_experts=4)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config.get(key) for key in settings} == settings
+    assert (config["model_type"], config["architectures"]) == ("mixtral", ["MixtralForCausalLM"])
+    assert not {"auto_map", "hidden_act_of_no_model"} & config.keys()
+    assert run("convert", source, tmp_path / "core", "--saver", "core").status == 0
+    words = ["convert", tmp_path / "core", tmp_path / "back", "--saver", "hf", "--config", source]
+    outcome = run(*words, "--num-experts", 4)
+    assert (outcome.status, outcome.err.count("\n")) == (0, 1), outcome.err
 
 
 def test_optimizer_state_is_left_out_and_refused(tmp_path: Path) -> None:
@@ -183,7 +219,14 @@ def test_optimizer_state_is_left_out_and_refused(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--num-experts", "1"], "'--num-experts': 1 is not in the range"),
-        (["--num-experts", "4", "--moe-router-topk", "5"], "there are only 4 experts"),
+        (
+            ["--num-experts", "4", "--moe-router-topk", "5"],
+            "a token has 5 experts (--moe-router-topk)",
+        ),
+        (
+            ["--num-experts", "4", "--moe-upcycling-granularity", "4"],
+            "a token has 8 experts by default",
+        ),
         (["--moe-router-topk", "2"], "has no effect without --num-experts"),
         (["--experts-of", "x"], "has no effect without --num-experts"),
         (["--moe-upcycling-granularity", "2"], "has no effect without --num-experts"),
@@ -197,7 +240,7 @@ def test_optimizer_state_is_left_out_and_refused(tmp_path: Path) -> None:
         ),
         (
             ["--num-experts", "2", *(word for _ in range(3) for word in ("--experts-of", "x"))],
-            "3 models need more than 2 experts",
+            "3 models are 3 experts; expected --num-experts 3 or more",
         ),
         (["--num-experts", "4", "--base", "."], "leave --base out"),
         (["--num-experts", "4", "--experts-of", "/no/such"], "/no/such: no such file or directory"),
@@ -215,7 +258,7 @@ def test_models_of_other_shapes_are_refused(llama: Path, tmp_path: Path) -> None
     halves = write_llama(tmp_path / "halves", layers=2, ffn=64, dtype="bfloat16")
     words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--num-experts", 2]
     refused = run(*words, "--experts-of", wider)
-    assert_refused(refused, 3, "the shape [32, 96] for layers.0.mlp.down.weight", "[32, 64]")
+    assert_refused(refused, 3, "layers.0.mlp.down.weight has the shape [32, 96]", "[32, 64] in")
     refused = run(*words, "--experts-of", halves)
     assert_refused(refused, 3, "is bfloat16, and float32 in", "--dtype")
 

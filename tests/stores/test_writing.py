@@ -467,3 +467,14 @@ def test_bytes_that_are_written_twice_are_noticed(writable: SmallStore) -> None:
     with pytest.raises(CheckpointError, match="written twice"):
         file.write(20, bytes(60))
     sender.close()
+
+
+@pytest.mark.parametrize("option", ["--average", "--experts-of"])
+def test_an_output_does_not_replace_a_further_input(writable: SmallStore, option: str) -> None:
+    assert run("convert", LLAMA, OUT, "--saver", "hf").status == 0
+    before = writable.below("out/")
+    words = ["convert", LLAMA, OUT, "--saver", "hf", "--overwrite", "--yes-replace-objects"]
+    experts = ["--num-experts", 2] if option == "--experts-of" else []
+    refused = run(*words, option, OUT, *experts)
+    assert_refused(refused, 2, f"{OUT}: is or holds the source {OUT}, which it would replace")
+    assert writable.below("out/") == before
