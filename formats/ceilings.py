@@ -92,9 +92,9 @@ in base 16 can't be printed."""
 AXES = 64
 """Axes of a tensor: numpy's limit. torch's models have up to five."""
 
-AXIS = 1 << 60
-"""Elements along one axis, exclusive. Larger numbers have the hashes of smaller ones in Python (modulo 2**61 - 1), so that a
-file could make sets of offsets slow."""
+AXIS = (1 << 61) - 1
+"""Elements along one axis, exclusive. Larger numbers have the hashes of smaller ones in Python, so that a file could make
+sets of offsets slow."""
 
 LISTED_OBJECTS = 1_400_000
 """Objects below a prefix of a store. A large model in zarr has one for each of some 300,000 chunks."""
