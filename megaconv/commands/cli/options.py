@@ -20,7 +20,8 @@ CONVERT_EXAMPLES = """\b
 Examples:
   megaconv convert --load-dir Llama-2-7b --saver core --save-dir ckpt --tp 2 --pp 2
   megaconv convert --load-dir ckpt --saver core --save-dir tp4 --tp 4 --pp 1
-  megaconv convert ckpt Llama-back --saver hf"""
+  megaconv convert ckpt Llama-back --saver hf
+  megaconv convert Llama-2-7b chat --saver hf --tokenizer my-tokenizer    # rows for new tokens"""
 
 
 Input = Annotated[
