@@ -61,8 +61,7 @@ def reference_of(path: Path) -> Reference:
     require_countable(raw, str(path))
     transformers = require_transformers(COMMAND)
     _require_known_type(transformers, raw, path)
-    # Itself, or the text_config of a multimodal model.
-    config = _config(transformers, raw, path).get_text_config()
+    config = _config(transformers, raw, path)
     _require_few_experts(raw, config, path)
     kind = _class_of(transformers, config, path)
     model = _on_meta_device(kind, config, path)
@@ -93,12 +92,14 @@ def _require_known_type(transformers: Any, raw: Mapping[str, Any], path: Path) -
 
 
 def _config(transformers: Any, raw: Mapping[str, Any], path: Path) -> Any:
-    """The configuration of transformers, from a copy in a directory without other files."""
+    """The configuration of transformers, from a copy in a directory without other files. That of a multimodal model is its
+    text_config.
+    """
     with TemporaryDirectory() as directory, _refusing(path, "transformers can't read it"):
         Path(directory, CONFIG_NAME).write_text(json.dumps(raw), encoding="utf-8")
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         _complete(config)  # fails if a key has replaced a method
-        return config
+        return config.get_text_config()  # fails if there are several
 
 
 def _require_few_experts(raw: Mapping[str, Any], config: Any, path: Path) -> None:

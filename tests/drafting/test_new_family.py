@@ -17,7 +17,7 @@ from megaconv.drafting.reference import reference_of
 from megaconv.errors import CorruptCheckpoint, TargetExists, UnknownFamily, UsageError
 from megaconv.families import Family, families
 from megaconv.model.meaning import config_differences
-from tests.runs import run
+from tests.runs import assert_refused, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -252,6 +252,13 @@ def test_a_configuration_that_names_code_runs_none(tmp_path: Path) -> None:
     assert (found.aliases, found.tensors) == (expected.aliases, expected.tensors)
     assert not code.keys() & found.raw.keys()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_with_several_language_models_is_refused_in_one_line(tmp_path: Path) -> None:
+    default_config("musicgen", tmp_path)
+    outcome = run("new-family", tmp_path)
+    said = "config.json: transformers can't read it: ValueError: Multiple valid text configs"
+    assert_refused(outcome, 3, said)
 
 
 def test_transformers_4_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
