@@ -13,6 +13,7 @@ from megaconv.families import Family, family
 from megaconv.families.parts.hf_config import as_file
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.mlx.config import completed
+from megaconv.mlx.limits import differences, require_within
 from megaconv.mlx.names import (
     INSIDE,
     WRITTEN,
@@ -43,6 +44,7 @@ def forms(header: Header, options: SaveOptions) -> dict[Key, Form]:
     """The form of each tensor that is stored otherwise. Raises UsageError, and NotExpressible for another family."""
     quantization = quantization_of(options.extra)
     natives = _natives(header.config)
+    require_within(header.config)
     _require_floats(header)
     found = {} if quantization is None else quantized_forms(natives, quantization)
     name = header.config.family
@@ -99,7 +101,7 @@ def _config_json(header: Header, options: SaveOptions) -> bytes:
 
 
 def _notices(header: Header, options: SaveOptions) -> list[str]:
-    found = []
+    found = list(differences(header.config))
     quantization = quantization_of(options.extra)
     if quantization is not None:
         found.append(

@@ -48,6 +48,45 @@ def _require_head_dim(raw: Mapping[str, Any], family: str) -> None:
         )
 
 
+def _step(layers: tuple[int, ...], kind: str, config: ModelConfig) -> int:
+    """The distance of layers that are the last of each so many. Raises NotExpressible for other layers."""
+    step = layers[0] + 1 if layers else config.layer_count + 1
+    if layers != tuple(range(step - 1, config.layer_count, step)):
+        raise NotExpressible(
+            f"--saver mlx: layers {', '.join(map(str, layers))} have {kind}; mlx-lm's class of {config.family} has them at equal "
+            "distances. Choose another --saver"
+        )
+    return step
+
+
+def _step_of_needed(layers: tuple[int, ...], kind: str, config: ModelConfig) -> int:
+    """The same distance. Raises NotExpressible for a model without such a layer too."""
+    if not layers:
+        raise NotExpressible(
+            f"--saver mlx: no layer has {kind}; mlx-lm's class of {config.family} needs one. Choose another --saver"
+        )
+    return _step(layers, kind, config)
+
+
+def _windows(found: dict[str, Any], config: ModelConfig) -> None:
+    """The last layer of each `sliding_window_pattern` layers has no window."""
+    plain = tuple(number for number, layer in enumerate(config.layers) if layer.window is None)
+    found["sliding_window_pattern"] = _step_of_needed(plain, "no window", config)
+
+
+def _delta_nets(found: dict[str, Any], config: ModelConfig) -> None:
+    """The last layer of each `full_attention_interval` layers has attention, and the others have delta nets."""
+    kinds = enumerate(layer.mixer for layer in config.layers)
+    with_attention = tuple(number for number, kind in kinds if kind != "linear")
+    found["full_attention_interval"] = _step_of_needed(with_attention, "attention", config)
+
+
+def _apertus(found: dict[str, Any], config: ModelConfig) -> None:
+    found.setdefault("mlp_bias", config.mlp.bias)
+    found.setdefault("post_norm", False)
+    found.setdefault("qk_norm", True)
+
+
 def _dbrx(found: dict[str, Any], config: ModelConfig) -> None:
     attention = config.attention
     if attention.clip is None or not config.experts.renormalize:
@@ -77,15 +116,39 @@ def _exaone_moe(found: dict[str, Any], config: ModelConfig) -> None:
     found["is_moe_layer"] = [layer in with_experts for layer in range(config.layer_count)]
 
 
+_MIXERS_OF_GRANITE = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Words of transformers 5 -> mlx-lm's."""
+
+
+def _granite_moe_hybrid(found: dict[str, Any], config: ModelConfig) -> None:
+    given = found["layer_types"]
+    found["layer_types"] = [_MIXERS_OF_GRANITE.get(kind, kind) for kind in given]
+    found["position_embedding_type"] = "rope" if config.positions.kind == "rope" else "nope"
+    if not config.layers_with("moe"):  # mlx-lm looks for the width of a dense MLP here
+        found["intermediate_size"] = found["shared_intermediate_size"]
+
+
+def _hunyuan_v1_dense(found: dict[str, Any], _: ModelConfig) -> None:
+    scaling = found.get("rope_scaling")
+    if scaling:
+        found["rope_scaling"] = {"type": scaling.get("rope_type"), **scaling}
+
+
+def _lfm2(found: dict[str, Any], config: ModelConfig) -> None:
+    """The width of the MLPs as it is. From other keys, mlx-lm and transformers compute it."""
+    if "block_dim" in found:
+        return
+    width = config.mlp.ffn
+    found |= {"block_dim": config.hidden, "block_ff_dim": width, "intermediate_size": width}
+    found["block_auto_adjust_ff_dim"] = False
+    found.setdefault("block_multiple_of", 256)
+    found.setdefault("block_ffn_dim_multiplier", 1.0)
+
+
 def _llama4(found: dict[str, Any], config: ModelConfig) -> None:
     """The last layer of each `interleave_moe_layer_step` layers has experts."""
-    with_experts, count = config.layers_with("moe"), config.layer_count
-    step = with_experts[0] + 1 if with_experts else count + 1
-    if with_experts != tuple(range(step - 1, count, step)):
-        raise NotExpressible(
-            f"--saver mlx: layers {', '.join(map(str, with_experts))} have experts; mlx-lm's class of llama4 has them at equal distances"
-        )
-    found["interleave_moe_layer_step"] = step
+    with_experts = config.layers_with("moe")
+    found["interleave_moe_layer_step"] = _step(with_experts, "experts", config)
 
 
 def _longcat_flash(found: dict[str, Any], config: ModelConfig) -> None:
@@ -111,12 +174,28 @@ def _minimax_m2(found: dict[str, Any], _: ModelConfig) -> None:
     found.setdefault("shared_intermediate_size", 0)
 
 
+def _solar_open(found: dict[str, Any], config: ModelConfig) -> None:
+    with_experts = config.layers_with("moe")
+    first = with_experts[0] if with_experts else config.layer_count
+    found.setdefault("first_k_dense_replace", first)
+
+
 _COMPLETE: Mapping[str, Callable[[dict[str, Any], ModelConfig], None]] = {
+    "apertus": _apertus,
+    "cohere2": _windows,
     "dbrx": _dbrx,
     "exaone4": _exaone4,
     "exaone_moe": _exaone_moe,
+    "gemma3_text": _windows,
+    "granite_moe_hybrid": _granite_moe_hybrid,
+    "hunyuan_v1_dense": _hunyuan_v1_dense,
+    "lfm2": _lfm2,
     "llama4": _llama4,
     "longcat_flash": _longcat_flash,
     "mamba2": _mamba2,
     "minimax_m2": _minimax_m2,
+    "qwen3_5": _delta_nets,
+    "qwen3_5_moe": _delta_nets,
+    "qwen3_next": _delta_nets,
+    "solar_open": _solar_open,
 }

@@ -230,6 +230,102 @@ def test_experts_at_other_distances_than_mlx_lm_knows_are_refused(tmp_path: Path
     assert_refused(refused, 2, "layers 1, 2 have experts", "at equal distances")
 
 
+def changed_config(name: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a case with other values. `...` removes a key."""
+    given: dict[str, Any] = CASES[name]["config"]
+    if "text_config" in given:
+        return {**given, "text_config": _changed(given["text_config"], changes)}
+    return _changed(given, changes)
+
+
+def _changed(given: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in (given | changes).items() if value is not ...}
+
+
+SLIDING = ["sliding_attention", "full_attention"] * 2
+CHUNKS = ["chunked_attention"] * 3 + ["full_attention"]
+LINEAR = ["linear_attention", "full_attention"] * 2
+KEYS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("apertus", {"mlp_bias": ..., "post_norm": ..., "qk_norm": ...}, {"mlp_bias": False, "post_norm": False, "qk_norm": True}),
+    ("cohere2", {"layer_types": SLIDING}, {"sliding_window_pattern": 2}),
+    ("gemma3_text", {"layer_types": SLIDING}, {"sliding_window_pattern": 2}),
+    ("granite_moe_hybrid", {"layer_types": LINEAR, "position_embedding_type": ...},
+     {"layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope"}),
+    ("hunyuan_v1_dense", {"rope_scaling": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+     {"rope_scaling": {"rope_type": "dynamic", "alpha": 50.0, "type": "dynamic", "factor": 1.0}}),
+    ("lfm2", {"block_dim": ..., "block_auto_adjust_ff_dim": True, "intermediate_size": 99, "block_multiple_of": 8},
+     {"block_dim": 32, "block_ff_dim": 72, "intermediate_size": 72, "block_auto_adjust_ff_dim": False}),
+    ("qwen3_5", {"layer_types": LINEAR, "full_attention_interval": ...}, {"full_attention_interval": 2}),
+    ("qwen3_next", {"layer_types": LINEAR, "full_attention_interval": ...}, {"full_attention_interval": 2}),
+    ("solar_open", {"first_k_dense_replace": ...}, {"first_k_dense_replace": 0}),
+]  # fmt: skip
+"""Family, a configuration as transformers 5 saves it, and the keys that mlx-lm needs."""
+
+
+@pytest.mark.parametrize(("name", "given", "needed"), KEYS)
+def test_a_configuration_of_transformers_gets_the_keys_of_mlx_lm(
+    name: str, given: dict[str, Any], needed: dict[str, Any], tmp_path: Path
+) -> None:
+    config = changed_config(name, **given)
+    source = write_source(tmp_path / "source", config)
+    made = megaconv.convert(
+        source, tmp_path / "mlx", saver="mlx", text_only="text_config" in config
+    )
+    written = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    assert needed.items() <= written.get("text_config", written).items()
+    assert megaconv.fingerprint(tmp_path / "mlx") == made.fingerprint
+
+
+BEYOND: list[tuple[str, dict[str, Any], str]] = [
+    ("apertus", {"attention_bias": True}, "has no biases in attention"),
+    ("deepseek_v2", {"rope_scaling": None}, "fails without rope_scaling"),
+    ("falcon_mamba", {"layer_norm_epsilon": 1e-6}, "has no key for the epsilon"),
+    ("gemma", {"tie_word_embeddings": False}, "always ties the head"),
+    ("gemma2", {"attn_logit_softcapping": None}, "always limits scores and logits"),
+    ("gemma3_text", {"layer_types": ["full_attention", *SLIDING[:3]]}, "layers 0, 2 have no window"),
+    ("gemma3_text", {"layer_types": SLIDING[:1] * 4}, "no layer has no window"),
+    ("glm", {"partial_rotary_factor": 0.5}, "rotates whole heads"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "has layers without experts"),
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"]}, "has an indexer in every layer"),
+    ("gpt_bigcode", {"multi_query": False, "num_key_value_heads": 8}, "expects one key/value head"),
+    ("granite_moe_hybrid", {"mamba_n_groups": 2}, "normalizes all groups of a Mamba layer together"),
+    ("laguna", {"gating": "per-element"}, "has one gate for each head"),
+    ("llama4", {"no_rope_layers": [1, 1, 0, 1], "layer_types": [*CHUNKS[1:], CHUNKS[0]]}, "rotates all but every fourth layer"),
+    ("phimoe", {"attention_bias": False}, "has biases in attention and in the head"),
+    ("qwen2_moe", {"mlp_only_layers": [1]}, "has experts in all layers"),
+    ("qwen3_next", {"layer_types": LINEAR[:1] * 4}, "no layer has attention"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "given", "said"), BEYOND)
+def test_a_model_that_mlx_lm_computes_otherwise_is_refused(
+    name: str, given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    config = changed_config(name, **given)
+    source = write_source(tmp_path / "source", config)
+    text_only = ("--text-only",) if "text_config" in config else ()
+    refused = run("convert", source, tmp_path / "mlx", "--saver", "mlx", *text_only)
+    assert_refused(
+        refused, 2, f"mlx-lm's class of {name}" if "no layer" not in said else name, said
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gemma2", "ignores the attention window of gemma2: from 8 tokens on"),
+        ("jamba", "makes the weights of Jamba's chosen experts sum up to 1"),
+    ],
+)
+def test_other_outputs_of_mlx_lm_are_noted(name: str, said: str, tmp_path: Path) -> None:
+    source, _ = write(name, tmp_path)
+    done = run("convert", source, tmp_path / "mlx", "--saver", "mlx")
+    assert done.status == 0
+    assert said in done.err
+    silent = write_source(tmp_path / "llama", CASES["llama"]["config"])
+    assert "mlx-lm" not in run("convert", silent, tmp_path / "other", "--saver", "mlx").err
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.float8_e4m3fn])
 @pytest.mark.parametrize("options", [(), ("--option", "bits=4")])
 def test_dtypes_that_mlx_does_not_compute_with_are_refused(

@@ -2,13 +2,25 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import megaconv
 from tests.mlx_oracle import cases, made_by_mlx, write_source
+from tests.transformers_oracle import (
+    BEYOND_MEGATRON,
+    CONVERTED,
+    MIXTURES,
+    VARIANTS,
+    compute,
+    create,
+    load,
+)
 
 pytest.importorskip("mlx_lm", reason="mlx-lm isn't installed; pip install mlx[cpu] mlx-lm")
 CASES = cases()
+ALL_VARIANTS = {**VARIANTS, **MIXTURES, **BEYOND_MEGATRON, **CONVERTED}
 
 
 @pytest.mark.slow
@@ -71,3 +83,34 @@ def test_mlx_lm_loads_floats_that_are_as_near_as_its_own(
             mx.abs(mx.dequantize(*each, **form, dtype=mx.float32) - weight) for each in (ours, made)
         ]
         assert mx.array_equal(*errors).item(), module
+
+
+WITHIN = {
+    **{name: {"sliding_window": 64} for name in ("dots1", "gemma2", "mistral", "phi3", "phimoe", "starcoder2")},
+    **{name: {"layer_types": ["sliding_attention", "full_attention"] * 2} for name in ("cohere2", "gemma3_text")},
+    **{name: {"layer_types": ["linear_attention", "full_attention"] * 2} for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    **{name: {"tie_word_embeddings": True} for name in ("lfm2", "lfm2_moe")},
+    **{name: {"layer_norm_epsilon": 1e-5} for name in ("mamba", "falcon_mamba")},
+    **{name: {} for name in ("apertus", "hunyuan_v1_dense, stretched", "llama", "qwen2", "solar_open")},
+    "glm": {"partial_rotary_factor": 1.0},
+    "granite_moe_hybrid": {"mamba_n_groups": 1},
+    "granite_moe_hybrid, experts": {"mamba_n_groups": 1},
+    "llama4": {"no_rope_layers": [1, 1, 1, 0]},
+    "mamba2": {"n_groups": 1},
+}  # fmt: skip
+"""Variant of transformers_oracle.py -> settings with which mlx-lm computes it as transformers does."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHIN)
+def test_mlx_lm_computes_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    import mlx.core as mx
+    from mlx_lm.utils import load_model
+
+    create(ALL_VARIANTS[name], tmp_path / "hf", **WITHIN[name])
+    tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]])
+    expected = compute(load(tmp_path / "hf"), tokens)[0].numpy()
+    megaconv.convert(tmp_path / "hf", tmp_path / "mlx", saver="mlx", dtype="fp32")
+    model, _ = load_model(tmp_path / "mlx", strict=True)
+    found = np.array(model(mx.array(tokens.numpy())))[0]
+    np.testing.assert_allclose(found, expected, atol=1e-3 * np.abs(expected).max())
