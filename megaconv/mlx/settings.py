@@ -2,6 +2,7 @@
 
     {"group_size": 64, "bits": 4, "mode": "affine",                             the whole model
      "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8},                  a module with settings of its own
+     "model.embed_tokens": true,                                                a module with those of the whole model
      "lm_head": false}                                                          a module that isn't quantized
 
 A quantized module has `weight`, `scales` and, for the mode `affine`, `biases`. Source: mlx-lm 0.32, load_model.
@@ -25,11 +26,18 @@ KEYS = ("quantization", "quantization_config")
 AFFINE = "affine"
 _SIZES = {AFFINE: (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 """Mode -> the sizes of groups."""
-_BITS = {AFFINE: (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+_BITS = {AFFINE: (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+_USUAL = {
+    AFFINE: {"bits": 4, "group_size": 64},
+    "mxfp4": {"bits": 4, "group_size": 32},
+    "mxfp8": {"bits": 8, "group_size": 32},
+    "nvfp4": {"bits": 4, "group_size": 16},
+}
+"""Mode -> MLX's values for missing keys of a module."""
 FLOATS = ("float16", "bfloat16", "float32")
 """Dtypes of weights, scales and biases."""
 _SUPPORTED = (
-    "affine with 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4 and mxfp8 in groups of 32, and nvfp4 in groups "
+    "affine with 1, 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4 and mxfp8 in groups of 32, and nvfp4 in groups "
     "of 16"
 )
 _SCALES, _BIASES, _GLOBAL_SCALE = ".scales", ".biases", ".global_scale"
@@ -47,8 +55,9 @@ def mlx_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def grouping_of(settings: Mapping[str, Any], where: str) -> Grouping:
     """The form of a weight, or of the whole model. Raises CorruptCheckpoint, and UnsupportedInput for an unknown form."""
     mode = value_of({"mode": AFFINE, **settings}, "mode", str, where)
-    bits = value_of(settings, "bits", int, where)
-    size = value_of(settings, "group_size", int, where)
+    complete = {**_USUAL.get(mode, {}), **settings}
+    bits = value_of(complete, "bits", int, where)
+    size = value_of(complete, "group_size", int, where)
     if mode not in _SIZES or size not in _SIZES[mode] or bits not in _BITS[mode]:
         found = f"mode {mode!r:.40} with {bits!r:.40} bits in groups of {size!r:.40}"
         raise UnsupportedInput(f"{where}: MLX's {found}; supported are {_SUPPORTED}")
@@ -101,6 +110,8 @@ def _grouping_of_module(module: str, settings: Mapping[str, Any] | None, where: 
             f"{where}: {module} has scales, and config.json has no `{KEYS[0]}`; copy the model's own config.json"
         )
     own = settings.get(module, settings)
+    if own is True:
+        own = settings
     if not isinstance(own, Mapping):
         raise CorruptCheckpoint(
             f"{where}: {module} has scales, and config.json says {own!r:.40} for it"

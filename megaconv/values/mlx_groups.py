@@ -1,6 +1,6 @@
 """Dequantizes MLX's weights, whose neighbours in a row share a scale, while they are read.
 
-    affine     codes of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128:    code * scale + bias of the group
+    affine     codes of 1, 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128: code * scale + bias of the group
     mxfp4      E2M1 of 4 bits in groups of 32, with a power of two:            value * 2 ^ (scale - 127)
     mxfp8      float8_e4m3fn in groups of 32, with a power of two:             value * 2 ^ (scale - 127)
     nvfp4      E2M1 of 4 bits in groups of 16, with a float8_e4m3fn:           value * scale

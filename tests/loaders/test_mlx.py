@@ -109,6 +109,25 @@ def test_older_files_keep_the_matrix_of_latent_attention(tmp_path: Path) -> None
     assert found.fingerprint == expected.fingerprint
 
 
+@pytest.mark.parametrize(
+    ("whole", "own"),
+    [
+        ({"bits": 4, "group_size": 32}, True),
+        ({"bits": 8, "group_size": 64}, {"group_size": 32}),
+        ({"bits": 8, "group_size": 64, "mode": "mxfp8"}, {"group_size": 32, "mode": "affine"}),
+    ],
+)
+def test_settings_of_a_module_are_completed_as_mlx_does(
+    whole: dict[str, object], own: object, model: Path
+) -> None:
+    """True stands for the settings of the whole model, and missing keys for those that the mode usually has."""
+    expected = megaconv.fingerprint(model)
+    tensors = load_file(model / "model.safetensors")
+    modules = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
+    edit(model, quantization={**whole, **dict.fromkeys(modules, own)}, quantization_config=None)
+    assert megaconv.fingerprint(model) == expected
+
+
 @pytest.mark.parametrize("part", ["scales", "biases"])
 def test_missing_scales_and_biases_are_named(part: str, model: Path, tmp_path: Path) -> None:
     rewrite(model, **{f"{FIRST}.{part}": None})
@@ -137,7 +156,7 @@ def test_settings_that_do_not_fit_are_refused(model: Path, tmp_path: Path) -> No
         ({"bits": 4, "group_size": 32, "mode": "new"}, "mode 'new'"),
         ({"bits": "4", "group_size": 32}, "bits: should be a whole number, found '4'"),
         ({"bits": 4, "group_size": 32, "mode": ["affine"]}, "mode: should be a word"),
-        ({"bits": 4, "group_size": 32, FIRST: True}, "config.json says True for it"),
+        ({"bits": 4, "group_size": 32, FIRST: False}, "config.json says False for it"),
     ],
 )
 def test_unknown_settings_are_refused(

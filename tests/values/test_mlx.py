@@ -24,7 +24,9 @@ from tests.conftest import FIXTURES
 BITS = (2, 3, 4, 5, 6, 8)
 AFFINE = [f"affine-{bits}-{size}" for bits in BITS for size in (32, 64, 128)]
 FLOATS = ("mxfp4-4-32", "mxfp8-8-32", "nvfp4-4-16")
-FORMS = (*AFFINE, *FLOATS)
+ONE_BIT = [f"affine-1-{size}" for size in (32, 64, 128)]
+"""Forms that are read alone."""
+FORMS = (*ONE_BIT, *AFFINE, *FLOATS)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,7 @@ def test_fingerprints_are_of_the_values_that_are_read(
 
 @given(st.data())
 def test_packed_codes_come_back(data: st.DataObject) -> None:
-    bits = data.draw(st.sampled_from(BITS))
+    bits = data.draw(st.sampled_from((1, *BITS)))
     rows, eights = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
     codes = data.draw(
         st.lists(
