@@ -78,7 +78,7 @@ def convert(
     experts_of: Sequence[str | Path] = (),
     vocab_size: int | None = None,
     tokenizer: str | Path | None = None,
-    new_rows: str = "mean",
+    new_rows: str | None = None,
     dry_run: bool = False,
     verify: bool = False,
     overwrite: bool = False,

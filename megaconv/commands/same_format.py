@@ -1,4 +1,4 @@
-"""`convert` without a saver: writes a Megatron checkpoint in its own format, at the given sizes.
+"""`convert` without a saver: writes a Megatron checkpoint in its own format, at the given sizes or with the given changes.
 
 Megatron's own tools do the same. A directory in a format that no saver writes unchanged needs a saver.
 """
@@ -19,10 +19,12 @@ from megaconv.model.ir import Header
 from megaconv.options import ConvertOptions, SaveOptions
 
 
-def require_sizes(options: SaveOptions) -> None:
-    """Raises UsageError for a missing saver if no parallel size of the output is given either."""
-    sizes = (options.tp, options.pp, options.vpp, options.ep, options.etp)
-    if all(size is None for size in sizes) and options.split == SaveOptions().split:
+def require_sizes(options: ConvertOptions) -> None:
+    """Raises UsageError for a missing saver if neither a parallel size of the output is given nor another model."""
+    save = options.save
+    sizes = (save.tp, save.pp, save.vpp, save.ep, save.etp)
+    has_sizes = any(size is not None for size in sizes) or save.split != SaveOptions().split
+    if not has_sizes and not options.derives_model:
         raise _no_saver()
 
 
@@ -31,7 +33,7 @@ def in_the_same_format(load_dir: str | Path, options: ConvertOptions) -> tuple[s
 
     Raises UsageError for an input that isn't a Megatron checkpoint, and the errors of opening the input.
     """
-    require_sizes(options.save)
+    require_sizes(options)
     place = resolve(load_dir)
     if isinstance(place, Path) and not place.exists():
         raise nothing_at(place)

@@ -68,7 +68,6 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
         read_otherwise=frozenset(
             key for key, origin in origins.items() if origin in header.read_otherwise
         ),
-        has_optimizer=False,
     )
     return ChosenLayers(source, made, origins, [_notice(chosen)])
 

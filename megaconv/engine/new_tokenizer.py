@@ -1,24 +1,21 @@
 """--tokenizer: the output's tokenizer, compared with the input's."""
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
 from megaconv.engine.sidecars import find_sidecars, is_of_tokenizer
-from megaconv.engine.special_tokens import Ids, generation_config, new_special_tokens
-from megaconv.engine.token_lists import TokenList, kinds_of, pieces_of, texts_of, token_list
-from megaconv.errors import UsageError
+from megaconv.engine.special_tokens import SpecialTokens, new_special_tokens, without_numbers
+from megaconv.engine.token_lists import Files, TokenList, kinds_of, pieces_of, texts_of, token_list
+from megaconv.errors import CorruptCheckpoint, UsageError
 from megaconv.hub import nothing_at
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 
 F = TypeVar("F")
-
-_log = logging.getLogger("megaconv")
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,11 @@ class NewTokenizer:
     tokens: TokenList
     earlier: Mapping[str, Path | bytes]
     """The files of the input's tokenizer."""
-    special: Ids
-    """The tokens that begin, end or pad a text and didn't do so before."""
+    earlier_tokens: TokenList | None
+    """The tokens of the input's tokenizer; None if it can't be compared."""
+    special: SpecialTokens
+    remarks: Sequence[str]
+    """Lines for people: in what it differs from the input's, or that it can't be compared."""
     place: str
     """The input, for messages."""
 
@@ -54,46 +54,69 @@ class NewTokenizer:
                 f"--tokenizer {directory}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected the directory of a "
                 "tokenizer that lists its tokens"
             )
+        earlier_tokens = _earlier_tokens(earlier, kinds)
         alike = [kind for kind in kinds if kind in earlier]
         tokens = token_list(files, (alike or kinds)[0])
-        if alike:
-            _require_same_numbers(tokens, token_list(earlier, alike[0]), directory, place)
-        else:
-            _log.warning(
-                "--tokenizer %s: can't be compared with the tokenizer of %s, which has no file of its kind; the model's tokens must keep "
-                "their numbers",
-                directory,
-                place,
+        unnumbered = without_numbers(files, tokens)
+        if unnumbered:
+            raise UsageError(
+                f"--tokenizer {directory}: its settings name {unnumbered[0]!r:.40}, which is no token with a number; load the tokenizer "
+                "with transformers and save it (save_pretrained), which numbers such tokens"
             )
-        special = new_special_tokens(files, tokens, earlier, header.config)
-        return cls(directory, files, tokens, earlier, special, place)
+        if earlier_tokens is None:
+            remarks = [
+                f"--tokenizer {directory}: can't be compared with the tokenizer of {place}, which has no readable file of its kind; the "
+                "model's tokens must keep their numbers"
+            ]
+            earlier = {}
+        else:
+            remarks = _compared(tokens, earlier_tokens, directory, place)
+        special = new_special_tokens(files, tokens, earlier, earlier_tokens, header.config)
+        if GENERATION not in (*header.files, *header.made):
+            special = replace(special, in_config=True)
+        return cls(directory, files, tokens, earlier, earlier_tokens, special, remarks, place)
+
+    def in_present_rows(self, vocab: int) -> list[int]:
+        """The new tokens for which a model has rows already. vocab: rows of the model."""
+        if self.earlier_tokens is None:
+            return []
+        before = {*self.earlier_tokens.usual, *self.earlier_tokens.added}
+        now = {*self.tokens.usual, *self.tokens.added}
+        return sorted(number for number in now - before if number < vocab)
 
     def files_beside(self, header: Header) -> tuple[dict[str, Path], dict[str, bytes]]:
         """The small files of the output: those that are copied, and those that are made. header: the input's."""
         copied = {**_without_tokenizer(header.files), **self.files}
         made = _without_tokenizer(header.made)
         file = made.get(GENERATION, copied.get(GENERATION))
-        if self.special and file is not None:
+        changed = None if file is None else self.special.generation_config(file)
+        if changed is not None:
             copied.pop(GENERATION, None)
-            made[GENERATION] = generation_config(file, self.special)
+            made[GENERATION] = changed
         return copied, made
 
     def notices(self, config: ModelConfig) -> Iterator[str]:
-        """Yield a line for people for each token that begins, ends or pads a text and didn't do so before.
+        """Yield lines for people: remarks, and each token that begins, ends or pads a text and didn't do so before.
 
         config: the input's.
         """
+        yield from self.remarks
         texts = {**self.tokens.usual, **self.tokens.added}
-        for name, number in self.special.items():
-            yield f"{name} is {number} now ({texts[number]!r:.40}), as in {self.directory}; it was {getattr(config, name)}"
+        made = self.special.of(config)
+        for name, number in self.special.numbers.items():
+            before = getattr(config, name)
+            if getattr(made, name) != before:
+                yield f"{name} is {number} now ({texts[number]!r:.40}), as in {self.directory}; it was {before}"
 
-    def pieces(self, numbers: range) -> dict[int, Sequence[int]]:
-        """New token -> the tokens that its text had before. Tokens whose text had none of the model's are left out."""
+    def pieces(self, numbers: Collection[int], vocab: int) -> dict[int, Sequence[int]]:
+        """New token -> the tokens that its text had before. Tokens whose text had none of the model's are left out.
+
+        vocab: rows of the model.
+        """
         texts = texts_of(self.files, self.tokens, numbers, str(self.directory))
         found = pieces_of(self.earlier, texts, self.place)
         known = {
-            number: [piece for piece in pieces if piece < numbers.start]
-            for number, pieces in found.items()
+            number: [piece for piece in pieces if piece < vocab] for number, pieces in found.items()
         }
         return {number: pieces for number, pieces in known.items() if pieces}
 
@@ -109,10 +132,21 @@ def _without_tokenizer(files: Mapping[str, F]) -> dict[str, F]:
     return {name: file for name, file in files.items() if not is_of_tokenizer(name)}
 
 
-def _require_same_numbers(
-    tokens: TokenList, earlier: TokenList, directory: Path, place: str
-) -> None:
-    """Raise UsageError unless each usual token keeps its number. A notice counts added tokens with another text."""
+def _earlier_tokens(earlier: Files, kinds: Sequence[str]) -> TokenList | None:
+    """The tokens of the input's tokenizer, of the first kind of file that both have; None if there is none, or it is damaged."""
+    for kind in kinds:
+        if kind in earlier:
+            try:
+                found = token_list(earlier, kind)
+                without_numbers(earlier, found)  # reads its settings too
+            except CorruptCheckpoint:
+                return None
+            return found
+    return None
+
+
+def _compared(tokens: TokenList, earlier: TokenList, directory: Path, place: str) -> list[str]:
+    """Lines for people: added tokens with another text. Raises UsageError unless each usual token keeps its number."""
     now = {**tokens.usual, **tokens.added}
     moved = [number for number, text in earlier.usual.items() if now.get(number) != text]
     if moved:
@@ -125,15 +159,10 @@ def _require_same_numbers(
     renamed = sorted(
         number for number, text in earlier.added.items() if now.get(number, text) != text
     )
-    if renamed:
-        first = renamed[0]
-        _log.warning(
-            "--tokenizer %s: %s %s another text than in the tokenizer of %s: token %d is %r, was %r",
-            directory,
-            counted(len(renamed), "added token"),
-            "has" if len(renamed) == 1 else "have",
-            place,
-            first,
-            now[first],
-            earlier.added[first],
-        )
+    if not renamed:
+        return []
+    first, have = renamed[0], "has" if len(renamed) == 1 else "have"
+    return [
+        f"--tokenizer {directory}: {counted(len(renamed), 'added token')} {have} another text than in the tokenizer of {place}: token "
+        f"{first} is {now[first]!r:.40}, was {earlier.added[first]!r:.40}"
+    ]

@@ -1,17 +1,18 @@
 """--vocab-size and --tokenizer: a model with more or fewer tokens, or with another tokenizer beside it."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
+from megaconv.engine.completeness import GENERATION
 from megaconv.engine.derived import require_known
 from megaconv.engine.new_tokenizer import NewTokenizer, tokenizer_files
-from megaconv.engine.special_tokens import SPECIAL_IDS, Ids, listed, with_special_tokens
+from megaconv.engine.special_tokens import SpecialTokens, largest_token
 from megaconv.engine.token_lists import kinds_of, token_list
-from megaconv.errors import NotExpressible, UsageError
+from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.whole_model import with_values
@@ -28,12 +29,14 @@ _ASKED = "--vocab-size, --tokenizer"
 
 @dataclass(frozen=True)
 class NewVocabulary:
-    """A model's weights, with other rows at the end of its embedding and head."""
+    """A model's weights, with other rows in its embedding and head."""
 
     whole: Source
     """The model as it was."""
     header: Header
-    new: "_NewTokens"
+    tables: Collection[Key]
+    """The tensors with a row for each token, if any of these rows changes."""
+    new: "_NewRows"
     notices: Sequence[str]
     """For people: new rows, and new special tokens."""
     origins: Mapping[Key, Key] = field(default_factory=dict)
@@ -42,20 +45,21 @@ class NewVocabulary:
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         """Yield the tensors in the order of the manifest."""
         for key, tensor in self.whole.tensors():
-            shape = self.header.manifest[key].shape
-            resized = tuple(tensor.shape) != shape
-            yield key, self.new.resized(tensor, shape[0]) if resized else tensor
+            rows = self.header.manifest[key].shape[0] if key in self.tables else 0
+            yield key, self.new.resized(tensor, rows) if rows else tensor
 
 
 @dataclass(frozen=True)
-class _NewTokens:
+class _NewRows:
     """The values of new rows."""
 
     zero: bool
     pieces: Mapping[int, Sequence[int]]
+    filled: Collection[int]
+    """Rows that the model has already and that get new values too."""
 
     def resized(self, tensor: LazyTensor, rows: int) -> ResizedTensor:
-        return ResizedTensor(tensor, rows, self.pieces, self.zero)
+        return ResizedTensor(tensor, rows, self.pieces, self.zero, frozenset(self.filled))
 
 
 def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> NewVocabulary:
@@ -69,27 +73,31 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     tokenizer = (
         None if chosen.tokenizer is None else NewTokenizer.of(chosen.tokenizer, header, place)
     )
+    special = SpecialTokens() if tokenizer is None else tokenizer.special
     before, after = header.config.vocab, _size(header, chosen, tokenizer)
-    pieces = {}
+    present = [] if tokenizer is None else tokenizer.in_present_rows(min(before, after))
+    filled = present if chosen.new_rows is not None else []
+    changed = [*filled, *range(before, after)]
+    pieces: Mapping[int, Sequence[int]] = {}
     if chosen.new_rows == PIECES and tokenizer is not None:
-        pieces = tokenizer.pieces(range(before, after))
-    manifest = _manifest(header, after)
-    changed = [key for key, info in manifest.items() if info != header.manifest[key]]
+        pieces = tokenizer.pieces(changed, before)
+    tables = _tables(header) if before != after or filled else []
     made = replace(
         header,
-        config=_config(header.config, after, {} if tokenizer is None else tokenizer.special),
-        manifest=manifest,
+        config=_config(header.config, after, special),
+        manifest=_manifest(header, tables, after),
         padded_vocab=header.padded_vocab if before == after else None,
-        read_otherwise=header.read_otherwise | frozenset(changed),
-        has_optimizer=False,
+        read_otherwise=header.read_otherwise | frozenset(tables),
     )
-    notices = [*_notice_of_rows(before, after, chosen.new_rows, len(pieces))]
+    notices = [*_notice_of_rows(before, after, changed, chosen.new_rows or MEAN, len(pieces))]
+    if present and not filled:
+        notices.append(_notice_of_present(present))
     if tokenizer is not None:
         copied, written = tokenizer.files_beside(header)
         made = replace(made, files=copied, made=written, named_tokenizer="")
         notices += tokenizer.notices(header.config)
-    new = _NewTokens(chosen.new_rows == ZERO, pieces)
-    return NewVocabulary(source, made, new, notices)
+    new = _NewRows(chosen.new_rows == ZERO, pieces, filled)
+    return NewVocabulary(source, made, frozenset(tables), new, notices)
 
 
 def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | None) -> int:
@@ -102,32 +110,37 @@ def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | No
             f"--vocab-size {chosen.size}: the tokenizer in {chosen.tokenizer} needs {needed} rows or more"
         )
     if chosen.size < header.config.vocab:
-        _require_unused(header, chosen.size, own=tokenizer is None)
+        _require_unused(header, chosen.size, tokenizer)
     return chosen.size
 
 
-def _require_unused(header: Header, size: int, *, own: bool) -> None:
-    """Raise UsageError if the last rows are of tokens in use. own: the input's own tokenizer stays."""
-    files = tokenizer_files(header) if own else {}
+def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -> None:
+    """Raise UsageError if the last rows are of tokens in use. tokenizer: None if the input's own stays."""
+    files = tokenizer_files(header) if tokenizer is None else {}
     for kind in kinds_of(files)[:1]:
         needed = token_list(files, kind).count
         if size < needed:
             raise UsageError(
                 f"--vocab-size {size}: the model's tokenizer needs {needed} rows or more; give --tokenizer with a smaller one"
             )
-    for name in SPECIAL_IDS:
-        ids = listed(getattr(header.config, name))
-        if any(number >= size for number in ids):
+    special = SpecialTokens() if tokenizer is None else tokenizer.special
+    made = _config(header.config, header.config.vocab, special)
+    whole = None if made.whole is None else made.whole.config
+    generation = header.made.get(GENERATION, header.files.get(GENERATION))
+    named = {
+        "config.json": max(largest_token(made.hf), largest_token(whole)),
+        GENERATION: -1 if generation is None else largest_token(special.of_generation(generation)),
+    }
+    for name, number in named.items():
+        if number >= size:
             raise UsageError(
-                f"--vocab-size {size}: the model's {name} is {max(ids)}; choose {max(ids) + 1} or more"
+                f"--vocab-size {size}: {name} of the model names the token {number}; choose {number + 1} or more"
             )
 
 
-def _manifest(header: Header, vocab: int) -> dict[Key, TensorInfo]:
-    """The manifest for another number of tokens. Raises NotExpressible if more depends on it than rows of weights."""
+def _tables(header: Header) -> list[Key]:
+    """The tensors with a row for each token. Raises NotExpressible if more depends on the vocabulary."""
     config = header.config
-    if vocab == config.vocab:
-        return dict(header.manifest)
     parts = {
         "embeddings in each layer": config.layer_inputs.vocab,
         "embeddings of n-grams": config.ngrams.size,
@@ -138,49 +151,79 @@ def _manifest(header: Header, vocab: int) -> dict[Key, TensorInfo]:
             raise NotExpressible(
                 f"{_ASKED}: a {config.family} with {what} can't have another vocabulary"
             )
-    shapes = canonical_shapes(family(config.family).rows, replace(config, vocab=vocab))
-    found = {}
+    larger = canonical_shapes(family(config.family).rows, replace(config, vocab=config.vocab + 1))
+    found = []
     for key, info in header.manifest.items():
-        shape = shapes.get(key.name, info.shape)  # others are outside of the language model
-        if shape != info.shape:
-            _require_rows(key, info, shape, config)
-        found[key] = TensorInfo(shape, info.dtype)
+        shape = larger.get(key.name, info.shape)  # others are outside of the language model
+        if shape == info.shape:
+            continue
+        if shape != (config.vocab + 1, *info.shape[1:]) or info.dtype not in FLOATS:
+            raise NotExpressible(
+                f"{_ASKED}: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
+            )
+        found.append(key)
     return found
 
 
-def _require_rows(key: Key, info: TensorInfo, shape: tuple[int, ...], config: ModelConfig) -> None:
-    is_by_token = info.shape[0] == config.vocab and info.shape[1:] == shape[1:]
-    if not is_by_token or info.dtype not in FLOATS:
-        raise NotExpressible(
-            f"{_ASKED}: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
-        )
+def _manifest(header: Header, tables: Collection[Key], vocab: int) -> dict[Key, TensorInfo]:
+    """The manifest with another number of tokens."""
+    resized = {
+        key: TensorInfo((vocab, *header.manifest[key].shape[1:]), header.manifest[key].dtype)
+        for key in tables
+    }
+    return {**header.manifest, **resized}
 
 
-def _config(config: ModelConfig, vocab: int, special: Ids) -> ModelConfig:
-    made = with_special_tokens(replace(config, vocab=vocab), special)
+def _config(config: ModelConfig, vocab: int, special: SpecialTokens) -> ModelConfig:
+    made = special.of(replace(config, vocab=vocab))
     if made == config:
         return made
     if config.whole is not None:
-        values = {name: (getattr(config, name), getattr(made, name)) for name in special}
+        values = {name: (getattr(config, name), getattr(made, name)) for name in special.numbers}
         whole = with_values(config.whole, {"vocab_size": (config.vocab, vocab), **values})
         return replace(made, whole=whole, hf=inner_config(whole.config))
     if config.hf is None:
         return made
-    changed: dict[str, Any] = json.loads(family(config.family).config_json(made))
+    try:
+        changed: dict[str, Any] = json.loads(family(config.family).config_json(made))
+    except CheckpointError as error:
+        if not special.numbers:
+            raise
+        names = ", ".join(f"{name} {number}" for name, number in special.numbers.items())
+        raise NotExpressible(
+            f"--tokenizer: the model can't have the special tokens of this tokenizer ({names}): {error}"
+        ) from error
     return replace(made, hf=changed)
 
 
-def _notice_of_rows(before: int, after: int, new_rows: str, with_pieces: int) -> Iterator[str]:
-    """Yield a line for people about the rows of the output, unless they are the input's."""
-    gone, added = before - after, after - before
+def _notice_of_rows(
+    before: int, after: int, changed: Sequence[int], new_rows: str, with_pieces: int
+) -> Iterator[str]:
+    """Yield lines for people about rows that go, come and change."""
+    gone, added, filled = before - after, after - before, len(changed) - max(0, after - before)
     if gone > 0:
         which = "the last row" if gone == 1 else f"the last {gone:,} rows"
         yield f"embedding and head lose {which}"
+    values = {
+        MEAN: "the mean of all old rows",
+        ZERO: "zeros",
+        PIECES: f"the mean of its text's old tokens ({with_pieces:,} of {len(changed):,}), or of all old rows",
+    }
+    if filled:
+        rows = counted(filled, "row of a new token", "rows of new tokens")
+        yield f"{rows} ({_span(changed[:filled])}) in embedding and head: {values[new_rows]}"
     if added > 0:
-        values = {
-            MEAN: "the mean of all old rows",
-            ZERO: "zeros",
-            PIECES: f"the mean of its text's old tokens ({with_pieces:,} of {added:,}), or of all old rows",
-        }
-        numbers = f"{before}" if added == 1 else f"{before} to {after - 1}"
-        yield f"embedding and head get {counted(added, 'new row')} ({numbers}): {values[new_rows]}"
+        rows = counted(added, "new row")
+        yield f"embedding and head get {rows} ({_span(changed[filled:])}): {values[new_rows]}"
+
+
+def _notice_of_present(present: Sequence[int]) -> str:
+    take = "takes a row" if len(present) == 1 else "take rows"
+    return (
+        f"{counted(len(present), 'new token')} {take} that the model has already ({_span(present)}), with their values; --new-rows gives "
+        "them other values"
+    )
+
+
+def _span(rows: Sequence[int]) -> str:
+    return str(rows[0]) if len(rows) == 1 else f"{rows[0]} to {rows[-1]}"

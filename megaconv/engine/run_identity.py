@@ -59,7 +59,7 @@ def _derived(options: ConvertOptions) -> dict[str, str]:
         "--experts-of": ", ".join(upcycling.experts_of) or "none",
         "--vocab-size": str(vocabulary.size),
         "--tokenizer": str(vocabulary.tokenizer),
-        "--new-rows": vocabulary.new_rows,
+        "--new-rows": str(vocabulary.new_rows),
     }
 
 

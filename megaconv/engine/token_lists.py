@@ -1,7 +1,7 @@
 """The tokens of a tokenizer by their numbers, from its files alone."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,9 @@ def _numbered(tokens: Iterable[tuple[Any, Any]]) -> dict[int, str]:
     return found
 
 
-def texts_of(files: Files, tokens: TokenList, numbers: range, where: str) -> dict[int, str]:
+def texts_of(
+    files: Files, tokens: TokenList, numbers: Collection[int], where: str
+) -> dict[int, str]:
     """The texts that tokens of a tokenizer stand for. files: its files. where: its place, for messages.
 
     Raises UnsupportedInput for usual tokens of a tokenizer without a tokenizer.json.

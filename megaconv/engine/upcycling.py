@@ -110,7 +110,6 @@ def with_experts(
         manifest=manifest,
         layout=header.layout and replace(header.layout, etp=header.layout.tp),
         read_otherwise=header.read_otherwise | frozenset(origins if is_altered else ()),
-        has_optimizer=False,
     )
     return Upcycled(
         source, made, origins, [_notice(config, chosen)], models or [source], chosen.granularity
@@ -161,8 +160,12 @@ def _own_config(dense: ModelConfig, mixture: ModelConfig) -> Mapping[str, Any] |
         return None
     before, after = family(dense.family), family(mixture.family)
     own: dict[str, Any] = json.loads(before.config_json(dense))
-    dropped = {*before.write_hf(dense), *before.aliases, "auto_map"}
-    kept = {key: value for key, value in own.items() if key not in dropped}
+    dropped = {*before.write_hf(dense), *before.aliases, "auto_map", "dtype"}
+    kept = {
+        key: value
+        for key, value in own.items()
+        if key not in dropped and not re.search("expert|router|moe", key)
+    }
     made = {**kept, **after.write_hf(mixture)}
     try:
         require_kept(mixture, after.read_hf(made), "its config.json", but=NOT_COMPUTED)
@@ -240,4 +243,5 @@ def _require_alike(
 def _notice(config: ModelConfig, chosen: Upcycling) -> str:
     """A line for people: what becomes of each MLP."""
     parts = "" if chosen.granularity == 1 else f", each a part of {chosen.granularity}"
+    parts += f", in turn of {', '.join(chosen.experts_of)}" if chosen.experts_of else ""
     return f"each MLP becomes {config.experts.count} experts of a {config.family}{parts}; a token has {config.experts.per_token} of them"

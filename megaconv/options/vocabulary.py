@@ -35,19 +35,21 @@ class VocabularyChoice:
         help="The directory of the output's tokenizer. For its new tokens the model gets new rows.",
     )
     """None: the input's."""
-    new_rows: str = option(
-        MEAN,
+    new_rows: str | None = option(
+        None,
         "--new-rows",
         heading=VALUES,
         commands=("convert",),
-        help="New rows of embedding and head: mean (of all rows), pieces (of the tokens that a new token's text had before) or zero.",
+        help="New rows of embedding and head: mean (of all rows; by default), pieces (of the tokens that a new token's text had before) or "
+        "zero. Given, it also fills rows of new tokens that the model has already.",
     )
+    """None: the mean, and rows that the model has already stay as they are."""
 
     def __post_init__(self) -> None:
         normalize(self)
-        if self.new_rows not in NEW_ROWS:
+        if self.new_rows not in (None, *NEW_ROWS):
             raise UsageError(f"--new-rows {self.new_rows}: expected one of {', '.join(NEW_ROWS)}")
-        if self.new_rows != MEAN and not self.is_given:
+        if self.new_rows is not None and not self.is_given:
             raise UsageError(
                 f"--new-rows {self.new_rows}: has no effect without --vocab-size or --tokenizer; leave it out"
             )

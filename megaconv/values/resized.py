@@ -1,6 +1,6 @@
 """A tensor with a row for each token, such as an embedding, with other rows at its end or without its last rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -26,6 +26,8 @@ class ResizedTensor(ComputedTensor):
     """New row -> the rows that it is the mean of. A row that isn't listed is the mean of all."""
     zero: bool = False
     """True if new rows are zeros instead."""
+    filled: Collection[int] = ()
+    """Rows of the source that are new too: they get the values of new rows."""
 
     @property
     def shape(self) -> Shape:
@@ -36,15 +38,19 @@ class ResizedTensor(ComputedTensor):
         if kept:
             rows = Box(box.row0, box.row0 + kept, box.col0, box.col1)
             self.source.read_into(rows, out[:kept])
-        if kept == box.rows:
+        new = [row for row in range(box.row0, box.row0 + kept) if row in self.filled]
+        new += range(box.row0 + kept, box.row1)
+        if not new:
             return
-        new, itemsize = out[kept:], ITEMSIZE[self.dtype]
-        new[:] = 0 if self.zero else self._mean[box.col0 * itemsize : box.col1 * itemsize]
-        self._fill_from_pieces(Box(box.row0 + kept, box.row1, box.col0, box.col1), new)
+        itemsize = ITEMSIZE[self.dtype]
+        usual = 0 if self.zero else self._mean[box.col0 * itemsize : box.col1 * itemsize]
+        for row in new:
+            out[row - box.row0] = usual
+        self._fill_from_pieces(box, [row for row in new if row in self.pieces], out)
 
-    def _fill_from_pieces(self, box: Box, out: Bytes) -> None:
-        """Fill those of some new rows that are the mean of some stored rows."""
-        means = {row: self.pieces[row] for row in range(box.row0, box.row1) if row in self.pieces}
+    def _fill_from_pieces(self, box: Box, rows: Sequence[int], out: Bytes) -> None:
+        """Fill those of the new rows in a rectangle that are the mean of some stored rows."""
+        means = {row: self.pieces[row] for row in rows}
         wanted = sorted({piece for pieces in means.values() for piece in pieces})
         if not wanted:
             return

@@ -109,9 +109,7 @@ def test_a_text_without_pieces_gets_the_mean_of_all(tmp_path: Path) -> None:
     assert not torch.equal(rows[263], rows[264])
 
 
-def test_a_token_that_moves_is_refused(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_token_that_moves_is_refused(model: Path, tmp_path: Path) -> None:
     new = write_tokenizer(tmp_path / "new")
     raw = json.loads((new / "tokenizer.json").read_text())
     vocabulary = raw["model"]["vocab"]
@@ -120,20 +118,19 @@ def test_a_token_that_moves_is_refused(
     words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
     assert_refused(run(*words), 2, "is 'B', and is 'A' in the tokenizer of", "keep their numbers")
     (model / "tokenizer.json").unlink()
-    assert run(*words).status == 0
-    assert "can't be compared with the tokenizer of" in caplog.text
+    outcome = run(*words)
+    assert outcome.status == 0
+    assert "can't be compared with the tokenizer of" in outcome.err
 
 
-def test_a_renamed_added_token_is_a_warning(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_renamed_added_token_is_named(model: Path, tmp_path: Path) -> None:
     new = write_tokenizer(tmp_path / "new")
     text = (new / "tokenizer.json").read_text().replace("</s>", "<end>")
     (new / "tokenizer.json").write_text(text)
     outcome = run("convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new)
     assert outcome.status == 0
-    assert "1 added token has another text" in caplog.text
-    assert "token 262 is '<end>', was '</s>'" in caplog.text
+    assert "1 added token has another text" in outcome.err
+    assert "token 262 is '<end>', was '</s>'" in outcome.err
 
 
 def test_a_directory_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
@@ -192,11 +189,98 @@ def test_special_tokens_that_the_old_tokenizer_named_stay(model: Path, tmp_path:
     new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "</s>")
     words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
     outcome = run(*words)
-    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.status == 0
+    assert "eos_token_id" not in outcome.err
     assert ends(tmp_path / "out") == [2, 262]
-    name_end(new, "no such token")
-    assert run(*words, "--overwrite").status == 0
-    assert ends(tmp_path / "out") == [2, 262]
+
+
+def test_an_end_that_has_another_number_is_the_new_one(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": 263}
+    (model / "config.json").write_text(json.dumps(config))
+    name_end(write_tokenizer(model, ("<end>",)), "<end>")
+    new = name_end(write_tokenizer(tmp_path / "new", ("<start>", "<end>")), "<end>")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert run(*words).status == 0
+    assert ends(tmp_path / "out") == [264, [264, 262]]
+
+
+def test_generation_settings_get_an_end_that_the_model_has(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": 263}
+    (model / "config.json").write_text(json.dumps(config))
+    name_end(model, "</s>")
+    new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "<end>")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert run(*words).status == 0
+    assert ends(tmp_path / "out") == [263, [263, 262]]
+    words = ["convert", tmp_path / "out", tmp_path / "back", "--saver", "hf", "--tokenizer", model]
+    assert run(*words, "--vocab-size", 263).status == 0
+    assert ends(tmp_path / "back") == [262, 262]
+
+
+def test_without_generation_settings_the_model_keeps_the_old_end(
+    model: Path, tmp_path: Path
+) -> None:
+    (model / "generation_config.json").unlink()
+    new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "<end>")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert run(*words).status == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == [263, 2]
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_files_that_name_special_tokens_rank_as_in_transformers(
+    decoder: bool, model: Path, tmp_path: Path
+) -> None:
+    new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "</s>")
+    (new / "special_tokens_map.json").write_text('{"eos_token": "<end>"}')
+    if decoder:
+        settings = json.loads((new / "tokenizer_config.json").read_text())
+        settings["added_tokens_decoder"] = {"263": {"content": "<end>"}}
+        (new / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert run(*words).status == 0
+    assert ends(tmp_path / "out")[0] == (262 if decoder else 263)
+
+
+@pytest.mark.parametrize("settings", [{"pad_token": "<p>"}, {"extra_special_tokens": ["<p>"]}])
+def test_a_special_token_without_a_number_is_refused(
+    settings: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    new = write_tokenizer(tmp_path / "new")
+    (new / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    assert_refused(run(*words), 2, "its settings name '<p>', which is no token with a number")
+
+
+def test_a_damaged_tokenizer_is_replaced(model: Path, tmp_path: Path) -> None:
+    new = write_tokenizer(tmp_path / "new")
+    (model / "special_tokens_map.json").write_text("{")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert outcome.status == 0, outcome.err
+    assert "can't be compared with the tokenizer of" in outcome.err
+    assert not (tmp_path / "out" / "special_tokens_map.json").exists()
+
+
+def test_rows_that_the_model_has_are_filled_if_asked_for(model: Path, tmp_path: Path) -> None:
+    new = write_tokenizer(tmp_path / "new", ("<tool>", "<end>"))
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
+    outcome = run(*words)
+    assert (
+        "2 new tokens take rows that the model has already (263 to 264), with their" in outcome.err
+    )
+    assert torch.equal(embedding(tmp_path / "out"), embedding(model))
+    outcome = run(*words, "--new-rows", "pieces", "--overwrite", "--verify")
+    assert outcome.status == 0, outcome.err
+    assert "2 rows of new tokens (263 to 264) in embedding and head: the mean of" in outcome.err
+    from tokenizers import Tokenizer
+
+    old, rows = Tokenizer.from_file(str(model / "tokenizer.json")), embedding(tmp_path / "out")
+    assert torch.equal(rows[:263], embedding(model)[:263])
+    assert torch.equal(rows[265:], embedding(model)[265:])
+    pieces = embedding(model)[old.encode("<tool>").ids].double().mean(0).bfloat16()
+    assert torch.equal(rows[263], pieces)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +388,11 @@ def test_rows_in_use_are_not_taken_away(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"pad_token_id": 269}
     (model / "config.json").write_text(json.dumps(config))
     words[2] = tmp_path / "other"
-    assert_refused(run(*words, 263), 2, "the model's pad_token_id is 269; choose 270 or more")
+    named = "config.json of the model names the token 269; choose 270 or more"
+    assert_refused(run(*words, 263), 2, named)
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 268]}')
+    assert_refused(run(*words, 263), 2, "generation_config.json of the model names the token 268")
 
 
 def test_the_file_of_a_tokenizer_asks_for_its_directory(model: Path, tmp_path: Path) -> None:

@@ -139,12 +139,41 @@ def test_changed_weights_are_refused_but_for_those_that_get_rows(
     assert not (tmp_path / "out").exists()
 
 
-def test_optimizer_state_is_left_out_and_refused(tmp_path: Path) -> None:
+def test_optimizer_state_is_refused(tmp_path: Path) -> None:
     trained = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
     words = ["convert", trained, tmp_path / "out", "--saver", "core", "--vocab-size", "500"]
     assert_refused(run(*words, "--optimizer"), 2, "--optimizer", "--vocab-size")
-    assert run(*words).status == 0
+
+
+@pytest.mark.parametrize("option", [["--vocab-size", 500], ["--layers", "0"]])
+def test_optimizer_state_that_is_left_out_gets_a_line(option: list[Any], tmp_path: Path) -> None:
+    trained = FIXTURES / "core-llama-optim-tp2pp2" / "checkpoint"
+    outcome = run("convert", trained, tmp_path / "out", "--pp", "1", *option)
+    assert outcome.status == 0, outcome.err
+    assert "optimizer state was left out" in outcome.err
     assert not megaconv.inspect(tmp_path / "out").header.has_optimizer
+
+
+def test_a_megatron_checkpoint_keeps_its_format(llama: Path, tmp_path: Path) -> None:
+    words = ["--saver", "core", "--tp", "2", "--ckpt-format", "torch_dist"]
+    assert run("convert", llama, tmp_path / "core", *words).status == 0
+    assert run("convert", tmp_path / "core", tmp_path / "more", "--vocab-size", 140).status == 0
+    assert megaconv.inspect(tmp_path / "more").header.source.startswith("core, torch_dist")
+
+
+def test_the_original_of_fewer_tokens_is_refused(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert (
+        run("convert", llama, tmp_path / "core", "--saver", "core", "--vocab-size", 140).status == 0
+    )
+    back = ["convert", tmp_path / "core", tmp_path / "back", "--saver", "hf", "--config"]
+    refused = run(*back, llama)
+    assert_refused(refused, 2, f"{llama}: has a vocabulary of 131 tokens", "--true-vocab-size 131")
+    assert run(*back, llama, "--true-vocab-size", 131).status == 0
+    larger = write_llama(tmp_path / "larger", layers=2, vocab=150)
+    assert run(*back, larger, "--overwrite").status == 0
+    assert "a vocabulary of 150 tokens, the arguments of the run" in caplog.text
 
 
 def test_a_killed_run_is_not_continued_with_other_rows(llama: Path, tmp_path: Path) -> None:
@@ -165,7 +194,7 @@ def test_a_killed_run_is_not_continued_with_other_rows(llama: Path, tmp_path: Pa
         (["--new-rows", "zero"], "has no effect without --vocab-size or --tokenizer"),
         (["--vocab-size", "140", "--new-rows", "pieces"], "needs --tokenizer"),
         (["--vocab-size", "140", "--base", "."], "the original has other tokens than the output"),
-        (["--vocab-size", "2"], "the model's eos_token_id is 2; choose 3 or more"),
+        (["--vocab-size", "2"], "config.json of the model names the token 2; choose 3 or more"),
         (["--tokenizer", "/no/such"], "--tokenizer /no/such: no such file or directory"),
     ],
 )

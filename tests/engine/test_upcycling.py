@@ -135,6 +135,7 @@ def test_the_experts_are_of_several_models_in_turn(llama: Path, tmp_path: Path) 
     words = ["convert", llama, tmp_path / "out", "--saver", "hf", "--num-experts", 4]
     outcome = run(*words, "--experts-of", others[0], "--experts-of", core)
     assert outcome.status == 0, outcome.err
+    assert f"in turn of {others[0]}, {core}" in outcome.err
     found, dense = hashes(tmp_path / "out"), [hashes(other) for other in others]
     for expert in range(4):
         for matrix in ("gate", "up", "down"):
@@ -193,14 +194,14 @@ def test_a_killed_run_is_not_continued_with_experts_of_another_model(
 
 def test_keys_of_the_dense_model_stay(tmp_path: Path) -> None:
     settings = {"note": [1], "attention_dropout": 0.1, "initializer_range": 0.5, "use_cache": False}
-    source = write_llama(
-        tmp_path / "hf", layers=2, extra_config=settings | {"auto_map": {"a": "b"}}
-    )
-    megaconv.convert(source, tmp_path / "out", saver="hf", num_experts=4)
+    others = {"auto_map": {"a": "b"}, "dtype": "bfloat16", "num_local_experts_of": 3}
+    source = write_llama(tmp_path / "hf", layers=2, extra_config=settings | others)
+    megaconv.convert(source, tmp_path / "out", saver="hf", num_experts=4, dtype="fp32")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: config.get(key) for key in settings} == settings
     assert (config["model_type"], config["architectures"]) == ("mixtral", ["MixtralForCausalLM"])
-    assert not {"auto_map", "hidden_act_of_no_model"} & config.keys()
+    assert not {"auto_map", "num_local_experts_of"} & config.keys()
+    assert [config[key] for key in ("dtype", "torch_dtype") if key in config] == ["float32"]
     assert run("convert", source, tmp_path / "core", "--saver", "core").status == 0
     words = ["convert", tmp_path / "core", tmp_path / "back", "--saver", "hf", "--config", source]
     outcome = run(*words, "--num-experts", 4)

@@ -159,9 +159,10 @@ def with_values(whole: Whole, values: Mapping[str, tuple[Any, Any]]) -> Whole:
         written, earlier = (
             list(each) if isinstance(each, tuple) else each for each in (now, before)
         )
-        stated = [part for part in parts if key in part and part[key] == earlier]
-        for part in stated or parts[-1:]:
-            part[key] = written
+        for part in parts:
+            is_token = key.endswith("_token_id") and part.get(key) is not None
+            if part is parts[-1] or is_token or (key in part and part[key] == earlier):
+                part[key] = written
     return replace(whole, config=config)
 
 

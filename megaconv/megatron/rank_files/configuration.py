@@ -160,6 +160,8 @@ def vocabulary_size(
         with well_formed("the checkpoint's args"):
             stated = true_vocab(args, padded, tp)
         given = config.vocab if config.hf is not None else stated
+        if options.config is not None and given is not None and stated is not None:
+            _compare_vocabularies(options.config, given, stated)
         if options.config is None and stated not in (None, given):
             _log.warning(
                 "config.json says a vocabulary of %d, the arguments of the run that saved the checkpoint say %d; config.json wins "
@@ -177,6 +179,23 @@ def vocabulary_size(
             f"a vocabulary of {given} is larger than the {padded} rows of the embedding"
         )
     return given
+
+
+def _compare_vocabularies(config: Path, given: int, stated: int) -> None:
+    """Raise UsageError if --config has fewer tokens than the run, and warn if it has more."""
+    if given < stated:
+        raise UsageError(
+            f"{config}: has a vocabulary of {given} tokens, and the run that saved the checkpoint has {stated}, whose last rows would be "
+            f"lost; give --config with the model's own config.json, or --true-vocab-size {given} to leave them out"
+        )
+    if given > stated:
+        _log.warning(
+            "%s says a vocabulary of %d tokens, the arguments of the run that saved the checkpoint say %d; --config wins, and the other "
+            "tokens get rows of the padding",
+            config,
+            given,
+            stated,
+        )
 
 
 def are_ids(numbers: int | tuple[int, ...], vocab: int) -> bool:
