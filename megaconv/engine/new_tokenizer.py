@@ -12,7 +12,6 @@ from megaconv.engine.special_tokens import SpecialTokens, new_special_tokens, wi
 from megaconv.engine.token_lists import Files, TokenList, kinds_of, pieces_of, texts_of, token_list
 from megaconv.errors import CorruptCheckpoint, UsageError
 from megaconv.hub import nothing_at
-from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 
 F = TypeVar("F")
@@ -88,21 +87,29 @@ class NewTokenizer:
         """The small files of the output: those that are copied, and those that are made. header: the input's."""
         copied = {**_without_tokenizer(header.files), **self.files}
         made = _without_tokenizer(header.made)
-        file = made.get(GENERATION, copied.get(GENERATION))
-        changed = None if file is None else self.special.generation_config(file)
+        changed = self._generation_config(header)
         if changed is not None:
             copied.pop(GENERATION, None)
             made[GENERATION] = changed
         return copied, made
 
-    def notices(self, config: ModelConfig) -> Iterator[str]:
+    def _generation_config(self, header: Header) -> bytes | None:
+        """The generation_config.json with the tokenizer's special tokens; None if there is none, or it has them."""
+        file = header.made.get(GENERATION, header.files.get(GENERATION))
+        return None if file is None else self.special.generation_config(file)
+
+    def notices(self, header: Header) -> Iterator[str]:
         """Yield lines for people: remarks, and each token that begins, ends or pads a text and didn't do so before.
 
-        config: the input's.
+        header: the input's.
         """
+        config = header.config
         yield from self.remarks
         texts = {**self.tokens.usual, **self.tokens.added}
         made = self.special.of(config)
+        if made == config and self._generation_config(header) is not None:
+            names = ", ".join(self.special.numbers)
+            yield f"{GENERATION}: has other numbers now ({names}), as in {self.directory}"
         for name, number in self.special.numbers.items():
             before = getattr(config, name)
             if getattr(made, name) != before:

@@ -10,7 +10,7 @@ from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
 from megaconv.engine.derived import require_known
 from megaconv.engine.new_tokenizer import NewTokenizer, tokenizer_files
-from megaconv.engine.special_tokens import SpecialTokens, largest_token
+from megaconv.engine.special_tokens import SPECIAL_IDS, SpecialTokens, largest_token
 from megaconv.engine.token_lists import kinds_of, token_list
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.families import family
@@ -95,7 +95,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     if tokenizer is not None:
         copied, written = tokenizer.files_beside(header)
         made = replace(made, files=copied, made=written, named_tokenizer="")
-        notices += tokenizer.notices(header.config)
+        notices += tokenizer.notices(header)
     new = _NewRows(chosen.new_rows == ZERO, pieces, filled)
     return NewVocabulary(source, made, frozenset(tables), new, notices)
 
@@ -127,8 +127,9 @@ def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -
     made = _config(header.config, header.config.vocab, special)
     whole = None if made.whole is None else made.whole.config
     generation = header.made.get(GENERATION, header.files.get(GENERATION))
+    fields = {name: getattr(made, name) for name in SPECIAL_IDS}
     named = {
-        "config.json": max(largest_token(made.hf), largest_token(whole)),
+        "config.json": max(map(largest_token, (fields, made.hf, whole))),
         GENERATION: -1 if generation is None else largest_token(special.of_generation(generation)),
     }
     for name, number in named.items():

@@ -17,7 +17,8 @@ _ROLES = ("bos_token", "eos_token", "pad_token")
 """Keys of a tokenizer's settings."""
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 """Files that name these tokens."""
-
+SPECIAL_IDS = tuple(f"{role}_id" for role in _ROLES)
+"""Fields of the model's description with the numbers of these tokens."""
 _EOS = "eos_token_id"
 _FURTHER = ("unk_token", "sep_token", "cls_token", "mask_token")
 _LISTS = ("additional_special_tokens", "extra_special_tokens")

@@ -210,7 +210,9 @@ def test_generation_settings_get_an_end_that_the_model_has(model: Path, tmp_path
     name_end(model, "</s>")
     new = name_end(write_tokenizer(tmp_path / "new", ("<end>",)), "<end>")
     words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", new]
-    assert run(*words).status == 0
+    outcome = run(*words)
+    assert outcome.status == 0
+    assert "generation_config.json: has other numbers now (eos_token_id)" in outcome.err
     assert ends(tmp_path / "out") == [263, [263, 262]]
     words = ["convert", tmp_path / "out", tmp_path / "back", "--saver", "hf", "--tokenizer", model]
     assert run(*words, "--vocab-size", 263).status == 0
