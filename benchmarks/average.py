@@ -64,9 +64,8 @@ def _plan(places: list[str], method: str) -> dict[str, Any]:
     return plan
 
 
-def measure(work: Path, runs: int, method: str, mergekit: Path | None) -> dict[str, str]:
-    """A line for each contender."""
-    contenders = commands(work, method, mergekit)
+def measure(work: Path, runs: int, contenders: dict[str, list[str]]) -> dict[str, str]:
+    """A line for each contender. All write `out` in work."""
     memory: dict[str, int] = {}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for number in range(runs + 1):
@@ -76,10 +75,10 @@ def measure(work: Path, runs: int, method: str, mergekit: Path | None) -> dict[s
             else:
                 memory[name] = peak_memory(command)
             shutil.rmtree(work / "out")
-    return {name: line_of(times[name], memory[name]) for name in contenders}
+    return {name: _line(times[name], memory[name]) for name in contenders}
 
 
-def line_of(times: list[tuple[float, float]], memory: int) -> str:
+def _line(times: list[tuple[float, float]], memory: int) -> str:
     seconds, processor = (statistics.median(column) for column in zip(*times, strict=True))
     return f"{seconds:7.2f} s  {processor:7.2f} s of processors  {memory / 1e6:8.1f} MB"
 
@@ -100,7 +99,8 @@ def main() -> None:
         size = (work / MODELS[0] / "model.safetensors").stat().st_size
         print(f"{len(MODELS)} models of {size:,} bytes, {args.runs} runs")
         for method in args.methods:
-            for name, line in measure(work, args.runs, method, args.mergekit).items():
+            contenders = commands(work, method, args.mergekit)
+            for name, line in measure(work, args.runs, contenders).items():
                 print(f"{method:<8} {name:<10} {line}", flush=True)
 
 

@@ -9,13 +9,12 @@ processes. Reports the median time, processor seconds, and the peak of anonymous
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from average import line_of
-from convert import make_model, peak_memory, run
+from average import measure
+from convert import make_model
 
 MORE = 64
 """Tokens that are added."""
@@ -41,21 +40,6 @@ def commands(work: Path) -> dict[str, list[str]]:
     }
 
 
-def measure(work: Path, runs: int) -> dict[str, str]:
-    """A line for each contender."""
-    contenders = commands(work)
-    memory: dict[str, int] = {}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for number in range(runs + 1):
-        for name, command in contenders.items():
-            if number:
-                times[name].append(run(command))
-            else:
-                memory[name] = peak_memory(command)
-            shutil.rmtree(work / "out")
-    return {name: line_of(times[name], memory[name]) for name in contenders}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -69,7 +53,7 @@ def main() -> None:
         make_model(work / "model", args.layers)
         size = (work / "model" / "model.safetensors").stat().st_size
         print(f"a model of {size:,} bytes, {args.runs} runs")
-        for name, line in measure(work, args.runs).items():
+        for name, line in measure(work, args.runs, commands(work)).items():
             print(f"{name:<12} {line}", flush=True)
 
 
