@@ -248,20 +248,28 @@ def _covers_once(what: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) 
     the same differences along all axes. The differences of a rectangle are 1 and -1 in turn, at its corners, and 0
     elsewhere. Raises CorruptCheckpoint if too many axes are divided.
     """
-    starts = np.array([*(offset for offset, _ in boxes), (0,) * len(shape)], np.int64)
-    ends = starts + np.array([*(sizes for _, sizes in boxes), shape], np.int64)
-    divided = np.flatnonzero(starts.any(axis=0) | (ends != ends[-1]).any(axis=0))
-    if len(divided) > _MOST_DIVIDED:
+    offsets, sizes = zip(*boxes, strict=True)
+    starts = np.array([*offsets, (0,) * len(shape)], np.int64)
+    ends = starts + np.array([*sizes, shape], np.int64)
+    is_divided = (starts > 0).any(axis=0) | (ends < ends[-1]).any(axis=0)
+    axes = np.flatnonzero(is_divided)
+    if len(axes) > _MOST_DIVIDED:
         raise CorruptCheckpoint(f"{what}: its chunks divide more than {_MOST_DIVIDED} axes")
-    if not len(divided):
+    if not len(axes):
         return len(boxes) == 1
-    counts = np.ones(len(boxes) + 1, np.int64)
+    return not _differences(starts[:, axes], ends[:, axes]).any()
+
+
+def _differences(starts: Any, ends: Any) -> Any:
+    """The differences of the counts along all axes, at each corner. starts, ends: of the rectangles, then of the tensor."""
+    counts = np.ones(len(starts), np.int64)
     counts[-1] = -1  # the tensor itself
-    corners, differences = [], []
-    for at_end in product((False, True), repeat=len(divided)):
-        corners.append(np.where(at_end, ends[:, divided], starts[:, divided]))
-        differences.append(-counts if sum(at_end) % 2 else counts)
-    return not _sums(np.concatenate(corners), np.concatenate(differences)).any()
+    corners, signed = [], []
+    for at_end in product((False, True), repeat=starts.shape[1]):
+        is_odd = sum(at_end) % 2
+        corners.append(np.where(at_end, ends, starts))
+        signed.append(-counts if is_odd else counts)
+    return _sums(np.concatenate(corners), np.concatenate(signed))
 
 
 def _sums(keys: Any, values: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from formats.small_files import SmallFile
 from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
 from megaconv.engine.sidecars import find_sidecars, is_of_tokenizer
@@ -22,9 +23,12 @@ class NewTokenizer:
     """The tokenizer of an output."""
 
     directory: Path
-    files: Mapping[str, Path]
+    copied: Mapping[str, Path]
+    """Its files, by name."""
+    files: Files
+    """The same, to be read."""
     tokens: TokenList
-    earlier: Mapping[str, Path | bytes]
+    earlier: Files
     """The files of the input's tokenizer."""
     earlier_tokens: TokenList | None
     """The tokens of the input's tokenizer; None if it can't be compared."""
@@ -37,22 +41,10 @@ class NewTokenizer:
     @classmethod
     def of(cls, directory: Path, header: Header, place: str) -> "NewTokenizer":
         """The tokenizer in a directory. Raises UsageError if it isn't one, or gives tokens of the model other numbers."""
-        if directory.is_file():
-            raise UsageError(
-                f"--tokenizer {directory}: is a file; give the directory of the tokenizer, {directory.parent}"
-            )
-        if not directory.is_dir():
-            raise UsageError(f"--tokenizer {nothing_at(directory)}", code="no-such-input")
-        files = {
-            name: path for name, path in find_sidecars(directory).items() if is_of_tokenizer(name)
-        }
+        copied = _files_in(directory)
+        files = {name: SmallFile.of(name, path) for name, path in copied.items()}
         earlier = tokenizer_files(header)
         kinds = kinds_of(files)
-        if not kinds:
-            raise UsageError(
-                f"--tokenizer {directory}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected the directory of a "
-                "tokenizer that lists its tokens"
-            )
         earlier_tokens = _earlier_tokens(earlier, kinds)
         alike = [kind for kind in kinds if kind in earlier]
         tokens = token_list(files, (alike or kinds)[0])
@@ -71,9 +63,11 @@ class NewTokenizer:
         else:
             remarks = _compared(tokens, earlier_tokens, directory, place)
         special = new_special_tokens(files, tokens, earlier, earlier_tokens, header.config)
-        if GENERATION not in (*header.files, *header.made):
+        if generation_file(header) is None:
             special = replace(special, in_config=True)
-        return cls(directory, files, tokens, earlier, earlier_tokens, special, remarks, place)
+        return cls(
+            directory, copied, files, tokens, earlier, earlier_tokens, special, remarks, place
+        )
 
     def in_present_rows(self, vocab: int) -> list[int]:
         """The new tokens for which a model has rows already. vocab: rows of the model."""
@@ -85,7 +79,7 @@ class NewTokenizer:
 
     def files_beside(self, header: Header) -> tuple[dict[str, Path], dict[str, bytes]]:
         """The small files of the output: those that are copied, and those that are made. header: the input's."""
-        copied = {**_without_tokenizer(header.files), **self.files}
+        copied = {**_without_tokenizer(header.files), **self.copied}
         made = _without_tokenizer(header.made)
         changed = self._generation_config(header)
         if changed is not None:
@@ -95,7 +89,7 @@ class NewTokenizer:
 
     def _generation_config(self, header: Header) -> bytes | None:
         """The generation_config.json with the tokenizer's special tokens; None if there is none, or it has them."""
-        file = header.made.get(GENERATION, header.files.get(GENERATION))
+        file = generation_file(header)
         return None if file is None else self.special.generation_config(file)
 
     def notices(self, header: Header) -> Iterator[str]:
@@ -128,10 +122,36 @@ class NewTokenizer:
         return {number: pieces for number, pieces in known.items() if pieces}
 
 
-def tokenizer_files(header: Header) -> dict[str, Path | bytes]:
+def _files_in(directory: Path) -> dict[str, Path]:
+    """The files of the tokenizer in a directory. Raises UsageError if there is none."""
+    if directory.is_file():
+        raise UsageError(
+            f"--tokenizer {directory}: is a file; give the directory of the tokenizer, {directory.parent}"
+        )
+    if not directory.is_dir():
+        raise UsageError(f"--tokenizer {nothing_at(directory)}", code="no-such-input")
+    found = {name: path for name, path in find_sidecars(directory).items() if is_of_tokenizer(name)}
+    if not kinds_of(found):
+        raise UsageError(
+            f"--tokenizer {directory}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected the directory of a "
+            "tokenizer that lists its tokens"
+        )
+    return found
+
+
+def tokenizer_files(header: Header) -> dict[str, SmallFile]:
     """The files of a model's tokenizer by name."""
+    return {name: file for name, file in _small_files(header).items() if is_of_tokenizer(name)}
+
+
+def generation_file(header: Header) -> SmallFile | None:
+    """A model's generation_config.json; None if it has none."""
+    return _small_files(header).get(GENERATION)
+
+
+def _small_files(header: Header) -> dict[str, SmallFile]:
     beside: dict[str, Path | bytes] = {**header.files, **header.made}
-    return {name: file for name, file in beside.items() if is_of_tokenizer(name)}
+    return {name: SmallFile.of(name, given) for name, given in beside.items()}
 
 
 def _without_tokenizer(files: Mapping[str, F]) -> dict[str, F]:

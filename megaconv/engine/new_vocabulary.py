@@ -9,7 +9,7 @@ from formats.tensor import LazyTensor
 from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
 from megaconv.engine.derived import require_known
-from megaconv.engine.new_tokenizer import NewTokenizer, tokenizer_files
+from megaconv.engine.new_tokenizer import NewTokenizer, generation_file, tokenizer_files
 from megaconv.engine.special_tokens import SPECIAL_IDS, SpecialTokens, largest_token
 from megaconv.engine.token_lists import kinds_of, token_list
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
@@ -126,7 +126,7 @@ def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -
     special = SpecialTokens() if tokenizer is None else tokenizer.special
     made = _config(header.config, header.config.vocab, special)
     whole = None if made.whole is None else made.whole.config
-    generation = header.made.get(GENERATION, header.files.get(GENERATION))
+    generation = generation_file(header)
     fields = {name: getattr(made, name) for name in SPECIAL_IDS}
     named = {
         "config.json": max(map(largest_token, (fields, made.hf, whole))),

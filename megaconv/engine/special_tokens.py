@@ -3,11 +3,9 @@
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from formats.ceilings import SIDECAR_BYTES
-from formats.regular_files import parse_json, read_small
+from formats.small_files import SmallFile
 from megaconv.engine.token_lists import Files, TokenList
 from megaconv.errors import CorruptCheckpoint
 from megaconv.model.check import well_formed
@@ -46,17 +44,17 @@ class SpecialTokens:
             changed[name] = found[0] if len(found) == 1 else found
         return replace(config, **changed)
 
-    def generation_config(self, file: Path | bytes) -> bytes | None:
+    def generation_config(self, file: SmallFile) -> bytes | None:
         """A generation_config.json with these tokens; None if it has them. Tokens that ended a text still do.
 
         Raises CorruptCheckpoint.
         """
-        settings, changed = _generation(file), self.of_generation(file)
+        settings, changed = _object(file), self.of_generation(file)
         return None if changed == settings else (json.dumps(changed, indent=2) + "\n").encode()
 
-    def of_generation(self, file: Path | bytes) -> dict[str, Any]:
+    def of_generation(self, file: SmallFile) -> dict[str, Any]:
         """The settings of a generation_config.json with these tokens."""
-        settings = _generation(file)
+        settings = _object(file)
         changed = dict(settings)
         for name, number in self.numbers.items():
             found = self._with(number, settings.get(name), several=name == _EOS)
@@ -70,10 +68,6 @@ class SpecialTokens:
             return current
         others = (each for each in current if each != number and each in self.known)
         return (number, *others) if several else (number,)
-
-
-def _generation(file: Path | bytes) -> dict[str, Any]:
-    return read_object(file, str(file) if isinstance(file, Path) else "generation_config.json")
 
 
 def new_special_tokens(
@@ -145,10 +139,8 @@ def _settings(files: Files) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in _SETTINGS:
         if name not in files:
             continue
-        file = files[name]
-        where = str(file) if isinstance(file, Path) else name
-        settings = read_object(file, where)
-        yield where, settings
+        settings = _object(files[name])
+        yield files[name].where, settings
         if "added_tokens_decoder" in settings:
             return
 
@@ -169,15 +161,11 @@ def _named(files: Files, roles: Sequence[str] = _ROLES) -> dict[str, str]:
     return found
 
 
-def read_object(file: Path | bytes, where: str) -> dict[str, Any]:
-    """The object in a small JSON file. Raises CorruptCheckpoint."""
-    content = read_small(file, SIDECAR_BYTES) if isinstance(file, Path) else file
-    try:
-        found = parse_json(content)
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where}: is not a readable JSON file ({error})") from error
+def _object(file: SmallFile) -> dict[str, Any]:
+    """The object in a JSON file. Raises CorruptCheckpoint."""
+    found = file.json()
     if not isinstance(found, dict):
-        raise CorruptCheckpoint(f"{where}: should be an object, found {found!r:.40}")
+        raise CorruptCheckpoint(f"{file.where}: should be an object, found {found!r:.40}")
     return found
 
 

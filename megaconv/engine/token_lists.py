@@ -3,11 +3,9 @@
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from formats.ceilings import SIDECAR_BYTES
-from formats.regular_files import parse_json, read_small
+from formats.small_files import SmallFile
 from megaconv.errors import CorruptCheckpoint, UnsupportedInput
 from megaconv.extras import require_tokenizers
 from megaconv.gguf.sentencepiece import read_pieces
@@ -23,8 +21,8 @@ _RANK = re.compile(rb"([A-Za-z0-9+/]+=*) (\d{1,9})")
 _FREE_NUMBERS = 1000
 """Numbers that a tokenizer may leave out, in addition to as many as it has tokens."""
 
-Files = Mapping[str, Path | bytes]
-"""Files of a tokenizer by name: their paths, or their contents."""
+Files = Mapping[str, SmallFile]
+"""Files of a tokenizer by name."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class TokenList:
         return max((*self.usual, *self.added)) + 1
 
 
-def kinds_of(files: Files) -> list[str]:
+def kinds_of(files: Collection[str]) -> list[str]:
     """The files that list the tokens, of those beside a model."""
     return [kind for kind in KINDS if kind in files]
 
@@ -52,15 +50,15 @@ def token_list(files: Files, kind: str) -> TokenList:
 
     Raises CorruptCheckpoint.
     """
-    where = _where(files, kind)
-    tokenizer = _json(files, _TOKENIZER) if _TOKENIZER in files else {}
+    where = files[kind].where
+    tokenizer = files[_TOKENIZER].json() if _TOKENIZER in files else {}
     with well_formed(where):
         usual = _usual(files, kind, tokenizer)
         if not usual:
             raise CorruptCheckpoint(f"{where}: has no token")
     added = _added(files, tokenizer)
     if tokenizer and kind != _TOKENIZER:
-        with well_formed(_where(files, _TOKENIZER)):
+        with well_formed(files[_TOKENIZER].where):
             usual = _numbered(_listed(tokenizer["model"]["vocab"])) | usual
     found = TokenList({each: text for each, text in usual.items() if each not in added}, added)
     tokens = len(found.usual) + len(added)
@@ -72,30 +70,13 @@ def token_list(files: Files, kind: str) -> TokenList:
     return found
 
 
-def _where(files: Files, name: str) -> str:
-    return str(files[name]) if isinstance(files[name], Path) else name
-
-
-def _content(file: Path | bytes) -> bytes:
-    return read_small(file, SIDECAR_BYTES) if isinstance(file, Path) else file
-
-
-def _json(files: Files, name: str) -> Any:
-    try:
-        return parse_json(_content(files[name]))
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(
-            f"{_where(files, name)}: is not a readable JSON file ({error})"
-        ) from error
-
-
 def _usual(files: Files, kind: str, tokenizer: Any) -> dict[int, str]:
     """Number -> text of the tokens that a file lists. tokenizer: the content of tokenizer.json."""
     if kind == _TOKENIZER:
         return _numbered(_listed(tokenizer["model"]["vocab"]))
     if kind.endswith(".json"):
-        return _numbered(_listed(_json(files, kind)))
-    content = _content(files[kind])
+        return _numbered(_listed(files[kind].json()))
+    content = files[kind].content()
     if kind.endswith(".txt"):
         text = content.decode(errors="replace").removesuffix("\n")
         return dict(enumerate(line.removesuffix("\r") for line in text.split("\n")))
@@ -117,14 +98,14 @@ def _added(files: Files, tokenizer: Any) -> dict[int, str]:
     """Number -> text of the added tokens. tokenizer: the content of tokenizer.json, or {}."""
     found: dict[int, str] = {}
     if _ADDED in files:
-        with well_formed(_where(files, _ADDED)):
-            found |= _numbered(_listed(_json(files, _ADDED)))
+        with well_formed(files[_ADDED].where):
+            found |= _numbered(_listed(files[_ADDED].json()))
     if _SETTINGS in files:
-        with well_formed(_where(files, _SETTINGS)):
-            listed = _json(files, _SETTINGS).get("added_tokens_decoder") or {}
+        with well_formed(files[_SETTINGS].where):
+            listed = files[_SETTINGS].json().get("added_tokens_decoder") or {}
             found |= _numbered((int(number), each["content"]) for number, each in listed.items())
     if _TOKENIZER in files:
-        with well_formed(_where(files, _TOKENIZER)):
+        with well_formed(files[_TOKENIZER].where):
             listed = tokenizer.get("added_tokens") or ()
             found |= _numbered((each["id"], each["content"]) for each in listed)
     return found
@@ -162,7 +143,7 @@ def pieces_of(files: Files, texts: Mapping[int, str], where: str) -> dict[int, l
     one in UTF-8.
     """
     tokenizer = _opened(files, where)
-    unknown = _unknown(_json(files, _TOKENIZER)["model"])
+    unknown = _unknown(files[_TOKENIZER].json()["model"])
     found = {}
     for number, text in texts.items():
         try:
@@ -191,7 +172,7 @@ def _opened(files: Files, where: str) -> Any:
             f"--new-rows pieces: {where} has no tokenizer.json, which splits the text of new tokens; choose --new-rows mean"
         )
     try:
-        made = tokenizers.Tokenizer.from_str(_content(files[_TOKENIZER]).decode())
+        made = tokenizers.Tokenizer.from_str(files[_TOKENIZER].content().decode())
     except Exception as error:  # the library raises no narrower one
         raise CorruptCheckpoint(f"{where}: its tokenizer.json is not readable ({error})") from error
     made.no_padding()

@@ -3,13 +3,11 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from formats.ceilings import SIDECAR_BYTES
 from formats.gguf import Value
-from formats.regular_files import parse_json, read_json, read_small
+from formats.small_files import SmallFile
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
 from megaconv.gguf.chat_templates import is_template_file, template_values
 from megaconv.gguf.names import ARCHITECTURES
@@ -56,26 +54,6 @@ PATTERNS = {
 PREFIX = "tokenizer.ggml."
 
 
-@dataclass(frozen=True)
-class _File:
-    """A file of the tokenizer."""
-
-    where: str
-    """Its path for messages."""
-    given: Path | bytes
-
-    def content(self) -> bytes:
-        return (
-            self.given if isinstance(self.given, bytes) else read_small(self.given, SIDECAR_BYTES)
-        )
-
-    def json(self) -> Any:
-        """The value of a JSON file. Raises CorruptCheckpoint."""
-        if isinstance(self.given, bytes):
-            return parse_json(self.given)
-        return read_json(self.given, SIDECAR_BYTES)
-
-
 def tokenizer_values(
     header: Header, config: ModelConfig, extra: Mapping[str, str]
 ) -> dict[str, Value]:
@@ -84,8 +62,8 @@ def tokenizer_values(
     Raises UsageError if there is no tokenizer or an option doesn't fit it, NotExpressible for a tokenizer that llama.cpp
     isn't known to support.
     """
-    files = {name: _File(str(path), path) for name, path in header.files.items()}
-    files |= {name: _File(name, content) for name, content in header.made.items()}
+    beside: dict[str, Path | bytes] = {**header.files, **header.made}
+    files = {name: SmallFile.of(name, given) for name, given in beside.items()}
     _require_usable(files, extra)
     if extra.get("tokenizer") == "none":
         return {PREFIX + "model": Value("string", "none")}
@@ -112,7 +90,7 @@ def tokenizer_values(
         return values | template_values(settings, texts)
 
 
-def _require_usable(files: Mapping[str, _File], extra: Mapping[str, str]) -> None:
+def _require_usable(files: Mapping[str, SmallFile], extra: Mapping[str, str]) -> None:
     """Raise UsageError for an unknown value of `tokenizer`, and for a `tokenizer_pre` that has no effect."""
     asked, pre = extra.get("tokenizer"), extra.get("tokenizer_pre")
     if asked not in (None, "none"):
@@ -128,7 +106,7 @@ def _require_usable(files: Mapping[str, _File], extra: Mapping[str, str]) -> Non
 
 
 def _tokens(
-    files: Mapping[str, _File],
+    files: Mapping[str, SmallFile],
     settings: Mapping[str, Any],
     config: ModelConfig,
     extra: Mapping[str, str],
@@ -189,7 +167,7 @@ _PHI3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}
 
 def _strips_as_phi3(
     found: Mapping[str, Value],
-    files: Mapping[str, _File],
+    files: Mapping[str, SmallFile],
     settings: Mapping[str, Any],
     config: ModelConfig,
 ) -> bool:
@@ -201,7 +179,9 @@ def _strips_as_phi3(
     return config.family == "phi3" and strips and set(found["tokens"].value) >= _PHI3_TOKENS
 
 
-def _added(files: Mapping[str, _File], settings: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _added(
+    files: Mapping[str, SmallFile], settings: Mapping[str, Any]
+) -> dict[int, Mapping[str, Any]]:
     """Number -> content, special, rstrip ... of the tokens that other files add to a tokenizer.model."""
     if "tokenizer.json" in files:
         listed = files["tokenizer.json"].json().get("added_tokens") or ()
@@ -275,7 +255,7 @@ def _type_of_added(token: Mapping[str, Any]) -> int:
     return CONTROL if token.get("special") else USER
 
 
-def _refuse_ranks(files: Mapping[str, _File]) -> None:
+def _refuse_ranks(files: Mapping[str, SmallFile]) -> None:
     """Raises NotExpressible if there are only tiktoken's ranks (Qwen 1, Kimi).
 
     Such a file has lines of bytes in base64 and a number.

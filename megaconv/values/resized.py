@@ -82,14 +82,8 @@ class ResizedTensor(ComputedTensor):
 
     def _numbers(self, stored: Bytes) -> Doubles:
         """The bytes of stored rows in float64."""
-        with np.errstate(invalid="ignore"):  # some NaN
-            numbers = rounding.numbers(stored.reshape(-1), self.dtype)
-        return numbers.reshape(len(stored), -1)
+        return rounding.numbers(stored.reshape(-1), self.dtype).reshape(len(stored), -1)
 
     def _rounded(self, row: Doubles) -> Bytes:
-        made = np.empty(row.size * ITEMSIZE[self.dtype], np.uint8)
-        if self.dtype == "float64":
-            return row.view(np.uint8)
         # A mean is never beyond the range of its numbers.
-        rounding.convert(row.view(np.uint8), "float64", made, self.dtype, overflow=True)
-        return made
+        return rounding.of_doubles(row, self.dtype, overflow=True)

@@ -93,8 +93,22 @@ def numbers(values: Bytes, dtype: str) -> Doubles:
     if dtype.startswith("complex"):  # the real and the imaginary part are separate numbers
         return values.view(np.float32 if dtype == "complex64" else np.float64).astype(np.float64)
     if dtype in ("bfloat16", "float16", "float32", "float64"):
-        return exact(values, dtype).astype(np.float64)
+        with np.errstate(invalid="ignore"):  # some NaN
+            return exact(values, dtype).astype(np.float64)
     return values.view(np.dtype(dtype)).astype(np.float64)
+
+
+def of_doubles(values: Doubles, dtype: str, *, overflow: bool) -> Bytes:
+    """The bytes of an array of numbers in a dtype [rows, cols * itemsize]; of a vector, [size * itemsize].
+
+    Rounded as torch rounds a float64. overflow: as in `convert`. Raises BeyondRange.
+    """
+    stored = np.ascontiguousarray(values).view(np.uint8)
+    if dtype == "float64":
+        return stored
+    made = np.empty((*values.shape[:-1], values.shape[-1] * ITEMSIZE[dtype]), np.uint8)
+    convert(stored.reshape(-1), "float64", made.reshape(-1), dtype, overflow=overflow)
+    return made
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from formats.lazy_numpy import Doubles, np
+from formats.lazy_numpy import np
 from formats.tensor import ITEMSIZE, Box, Bytes, ComputedTensor, Shape
 from megaconv.errors import NotExpressible
 from megaconv.values import rounding
@@ -34,7 +34,7 @@ class RouterTensor:
         places = rows[:, None] * np.uint64(self.shape[1]) + cols
         limit = DEVIATION * 3**0.5
         values = (2 * uniform(places, self.name) - 1) * limit
-        np.copyto(out, _rounded(values, self.dtype))
+        np.copyto(out, rounding.of_doubles(values, self.dtype, overflow=False))
 
 
 @dataclass(frozen=True)
@@ -58,23 +58,12 @@ class PartTensor(ComputedTensor):
             self.source.read_into(stored, out)
             return
         found = read_bytes(self.source, stored, ITEMSIZE[self.dtype])
-        with np.errstate(invalid="ignore"):  # some NaN
-            values = rounding.numbers(found.reshape(-1), self.dtype).reshape(box.rows, box.cols)
+        values = rounding.numbers(found.reshape(-1), self.dtype).reshape(box.rows, box.cols)
         try:
-            np.copyto(out, _rounded(values * self.factor, self.dtype))
+            made = rounding.of_doubles(values * self.factor, self.dtype, overflow=False)
         except rounding.BeyondRange:
             raise NotExpressible(
                 f"{self.name}: {self.factor} times a weight is beyond the range of {self.dtype}; convert the "
                 "model to another dtype first (--dtype bf16)"
             ) from None
-
-
-def _rounded(values: Doubles, dtype: str) -> Bytes:
-    """The bytes of numbers in a dtype, rounded as torch rounds a float64. Raises BeyondRange."""
-    if dtype == "float64":
-        return np.ascontiguousarray(values).view(np.uint8)
-    rows, cols = values.shape
-    made = np.empty((rows, cols * ITEMSIZE[dtype]), np.uint8)
-    flat = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-    rounding.convert(flat, "float64", made.reshape(-1), dtype, overflow=False)
-    return made
+        np.copyto(out, made)

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import megaconv
+from formats.small_files import SmallFile
 from megaconv.engine.token_lists import kinds_of, token_list
 from megaconv.errors import CorruptCheckpoint
 from tests.models import write_llama
@@ -438,8 +439,9 @@ FILES: dict[str, tuple[bytes, dict[int, str]]] = {
 def test_tokens_are_listed_from_each_kind_of_file(kind: str) -> None:
     content, expected = FILES[kind]
     kind = kind.partition(",")[0]
-    files: dict[str, Path | bytes] = {kind: content, "added_tokens.json": b'{"<t>": 9}'}
-    files["tokenizer_config.json"] = b'{"added_tokens_decoder": {"8": {"content": "<u>"}}}'
+    contents = {kind: content, "added_tokens.json": b'{"<t>": 9}'}
+    contents["tokenizer_config.json"] = b'{"added_tokens_decoder": {"8": {"content": "<u>"}}}'
+    files = {name: SmallFile.of(name, each) for name, each in contents.items()}
     assert kinds_of(files) == [kind]
     found = token_list(files, kind)
     assert dict(found.usual) == expected
@@ -471,4 +473,4 @@ def test_damaged_files_are_one_line(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_bytes(content)
     with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json"):
-        token_list({"tokenizer.json": file}, "tokenizer.json")
+        token_list({"tokenizer.json": SmallFile.of("tokenizer.json", file)}, "tokenizer.json")

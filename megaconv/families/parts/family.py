@@ -98,8 +98,8 @@ class Family:
     reads_hf: bool = True
     """False if megaconv doesn't read the Hugging Face directories that it writes for the family."""
     numbered: str = ""
-    """What the model computes with the numbers of its layers, for messages; empty if nothing. Its layers can't have other
-    numbers."""
+    """The values that the model computes with the numbers of its layers, for messages; empty if there are none. If there are,
+    layers can't have other numbers."""
     notices: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
     """A function that returns notices for the user, if Megatron is on either side of a conversion. They report where
     Megatron's computation of the model differs from transformers' computation."""
