@@ -16,7 +16,7 @@ from megaconv.model.check import same_names
 from megaconv.model.ir import Header, Key, Source
 from megaconv.options import ConvertOptions, LoadOptions
 from megaconv.options.averaging import OF_DIFFERENCES, SLERP, AverageMethod
-from megaconv.options.model_shares import shares_of, weights_of
+from megaconv.options.model_shares import ModelShare, shares_of, weights_of
 from megaconv.values.averaged import AveragedTensor
 from megaconv.values.blending import blend_of
 from megaconv.values.cast import CastSource
@@ -92,18 +92,24 @@ def _needs_plain(headers: Sequence[Header], chosen: AverageMethod) -> bool:
     return any(each.shifts != first for each in headers) or (chosen.method == SLERP and bool(first))
 
 
+def averaged_models(given: str, options: ConvertOptions) -> list[ModelShare]:
+    """All models of an average with their shares. The model that differences are added to has none. given: the input."""
+    shares: Sequence[float | None] = _shares(options)
+    if options.average_method.method in OF_DIFFERENCES:
+        shares = [None, *shares]
+    places = [given, *(each.place for each in options.averaged)]
+    return [ModelShare(*pair) for pair in zip(places, shares, strict=True)]
+
+
 def notice_of_average(given: str, options: ConvertOptions) -> str:
     """A line for people: the models that are averaged, their shares, and the method if it isn't the usual one."""
-    chosen, shares = options.average_method, _shares(options)
-    others = [each.place for each in options.averaged]
+    chosen = options.average_method
+    models = averaged_models(given, options)
+    listed = ", ".join(f"{place} ({share:.4g})" for place, share in models if share is not None)
     if chosen.method in OF_DIFFERENCES:
-        return f"{given} plus differences by {chosen.method}: {_listed(others, shares)}, density {chosen.density:g}"
+        return f"{given} plus differences by {chosen.method}: {listed}, density {chosen.density:g}"
     by = "" if chosen.is_usual else f" by {chosen.method}"
-    return f"average{by} of {_listed([given, *others], shares)}"
-
-
-def _listed(places: Sequence[str], shares: Sequence[float]) -> str:
-    return ", ".join(f"{place} ({share:.4g})" for place, share in zip(places, shares, strict=True))
+    return f"average{by} of {listed}"
 
 
 def _require_alike(given: str, ours: Header, place: str, theirs: Header) -> None:

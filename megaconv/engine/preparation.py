@@ -12,6 +12,7 @@ from megaconv.engine.adapted import adapted
 from megaconv.engine.averaging import averaged, notice_of_average
 from megaconv.engine.calibrated_weights import require_same_weights
 from megaconv.engine.carried_optimizer import reason_to_leave_out, with_trained_weights
+from megaconv.engine.changes import changes_of
 from megaconv.engine.chosen_layers import with_layers
 from megaconv.engine.completeness import missing_parts, tokens_without_rows
 from megaconv.engine.coverage import require_complete
@@ -133,6 +134,7 @@ def prepare(
     require_complete(plan, header.manifest)
     target = str(save_dir) if is_store(str(save_dir)) else Path(save_dir)
     report = _report(found, target, saver, options, streamed, plan, check)
+    report = replace(report, changes=changes_of(found.given, opened, options))
     if processes > 1:
         # Each process reads a part of the weights, and some weights are read twice: none of them knows the error.
         report = replace(report, rounding=None)

@@ -7,6 +7,7 @@ from typing import Any
 
 from formats.stores.waiting import Waiting
 from formats.wording import counted
+from megaconv.engine.changes import Changes
 from megaconv.engine.completeness import completeness_notices
 from megaconv.engine.fingerprints import Fingerprint
 from megaconv.engine.lineage import Lineage
@@ -60,6 +61,8 @@ class Report:
     """Adapters in the weights, merged by this conversion or an earlier one, as in megaconv.json."""
     merging: tuple[str, ...] = ()
     """Lines for people about the adapters that this conversion merges."""
+    changes: Changes = field(default_factory=Changes, repr=False)
+    """The parts of the model that the conversion changes: its layers, its experts, its vocabulary."""
     lineage: Lineage = field(default_factory=lambda: Lineage({}), repr=False)
     """The inputs that the output is made from."""
     rounding: Rounding | None = None
@@ -120,6 +123,7 @@ class Report:
             "files": self.files,
             "from_base": list(self.plan.from_base),
             "adapters": list(self.adapters),
+            "changes": self.changes.to_json(),
             "bytes": self.nbytes,
             "memory_bytes": self.memory + (self.waiting.memory_bytes if self.waiting else 0),
             "spool_bytes": self.waiting.spool_bytes if self.waiting else 0,
