@@ -143,9 +143,10 @@ def tokenizer_directory(place: str) -> Path:
     }
     given = revision or None
     try:
-        # One request without retries, as in _fetch.
-        found = HfApi().model_info(name, revision=given, timeout=timeout)
-        return Path(snapshot_download(name, revision=str(found.sha), **wanted))
+        # One request without retries, as in _fetch. The download gets the branch, not the commit: the cache then knows the
+        # branch, and a later run finds it without the Hub.
+        HfApi().model_info(name, revision=given, timeout=timeout)
+        return Path(snapshot_download(name, revision=given, **wanted))
     except Exception as error:
         try:
             return Path(snapshot_download(name, revision=given, local_files_only=True, **wanted))

@@ -104,7 +104,7 @@ def convert(
     method, density, seed: how they are averaged; see `average`.
     layers: the source's layers that the output has, such as `"0-15,24-31"`, or their numbers.
     num_experts, moe_router_topk, moe_upcycling_granularity, experts_of: the experts that a dense model's MLPs become.
-    vocab_size, tokenizer, new_rows: the output's number of tokens, its tokenizer's directory, and the rows of new tokens.
+    vocab_size, tokenizer, new_rows: the output's number of tokens, its tokenizer's directory or Hub id, the rows of new tokens.
     check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
     dry_run: write nothing, and report what would be written.
     optimizer: whether to convert the optimizer state; None: convert it if both sides can hold it.

@@ -135,6 +135,6 @@ def _vocabulary(made: NewVocabulary, options: ConvertOptions) -> VocabularyChang
         copied=min(before.vocab, after.vocab) - of_input,
         filled=filled,
         new_rows=(chosen.new_rows or MEAN) if filled else None,
-        tokenizer=None if chosen.tokenizer is None else str(chosen.tokenizer),
+        tokenizer=chosen.tokenizer,
         special_tokens=special,
     )

@@ -11,8 +11,8 @@ from megaconv.engine.completeness import GENERATION
 from megaconv.engine.sidecars import find_sidecars, is_of_tokenizer
 from megaconv.engine.special_tokens import SpecialTokens, new_special_tokens, without_numbers
 from megaconv.engine.token_lists import Files, TokenList, kinds_of, pieces_of, texts_of, token_list
-from megaconv.errors import CorruptCheckpoint, UsageError
-from megaconv.hub import nothing_at
+from megaconv.errors import CheckpointError, CorruptCheckpoint, UsageError
+from megaconv.hub import tokenizer_directory
 from megaconv.model.ir import Header
 
 F = TypeVar("F")
@@ -22,7 +22,8 @@ F = TypeVar("F")
 class NewTokenizer:
     """The tokenizer of an output."""
 
-    directory: Path
+    given: str
+    """Its directory or Hub id, as the user names it."""
     copied: Mapping[str, Path]
     """Its files, by name."""
     files: Files
@@ -39,9 +40,12 @@ class NewTokenizer:
     """The input, for messages."""
 
     @classmethod
-    def of(cls, directory: Path, header: Header, place: str) -> "NewTokenizer":
-        """The tokenizer in a directory. Raises UsageError if it isn't one, or gives tokens of the model other numbers."""
-        copied = _files_in(directory)
+    def of(cls, given: str, header: Header, place: str) -> "NewTokenizer":
+        """The tokenizer in a directory or on the Hub.
+
+        Raises UsageError if it isn't one, or gives tokens of the model other numbers.
+        """
+        copied = _files_of(given)
         files = {name: SmallFile.of(name, path) for name, path in copied.items()}
         earlier = tokenizer_files(header)
         kinds = kinds_of(files)
@@ -51,23 +55,21 @@ class NewTokenizer:
         unnumbered = without_numbers(files, tokens)
         if unnumbered:
             raise UsageError(
-                f"--tokenizer {directory}: its settings name {unnumbered[0]!r:.40}, which is no token with a number; load the tokenizer "
+                f"--tokenizer {given}: its settings name {unnumbered[0]!r:.40}, which is no token with a number; load the tokenizer "
                 "with transformers and save it (save_pretrained), which numbers such tokens"
             )
         if earlier_tokens is None:
             remarks = [
-                f"--tokenizer {directory}: can't be compared with the tokenizer of {place}, which has no readable file of its kind; the "
+                f"--tokenizer {given}: can't be compared with the tokenizer of {place}, which has no readable file of its kind; the "
                 "model's tokens must keep their numbers"
             ]
             earlier = {}
         else:
-            remarks = _compared(tokens, earlier_tokens, directory, place)
+            remarks = _compared(tokens, earlier_tokens, given, place)
         special = new_special_tokens(files, tokens, earlier, earlier_tokens, header.config)
         if generation_file(header) is None:
             special = replace(special, in_config=True)
-        return cls(
-            directory, copied, files, tokens, earlier, earlier_tokens, special, remarks, place
-        )
+        return cls(given, copied, files, tokens, earlier, earlier_tokens, special, remarks, place)
 
     def in_present_rows(self, vocab: int) -> list[int]:
         """The new tokens for which a model has rows already. vocab: rows of the model."""
@@ -103,18 +105,18 @@ class NewTokenizer:
         made = self.special.of(config)
         if made == config and self._generation_config(header) is not None:
             names = ", ".join(self.special.numbers)
-            yield f"{GENERATION}: has other numbers now ({names}), as in {self.directory}"
+            yield f"{GENERATION}: has other numbers now ({names}), as in {self.given}"
         for name, number in self.special.numbers.items():
             before = getattr(config, name)
             if getattr(made, name) != before:
-                yield f"{name} is {number} now ({texts[number]!r:.40}), as in {self.directory}; it was {before}"
+                yield f"{name} is {number} now ({texts[number]!r:.40}), as in {self.given}; it was {before}"
 
     def pieces(self, numbers: Collection[int], vocab: int) -> dict[int, Sequence[int]]:
         """New token -> the tokens that its text had before. Tokens whose text had none of the model's are left out.
 
         vocab: rows of the model.
         """
-        texts = texts_of(self.files, self.tokens, numbers, str(self.directory))
+        texts = texts_of(self.files, self.tokens, numbers, self.given)
         found = pieces_of(self.earlier, texts, self.place)
         known = {
             number: [piece for piece in pieces if piece < vocab] for number, pieces in found.items()
@@ -122,19 +124,21 @@ class NewTokenizer:
         return {number: pieces for number, pieces in known.items() if pieces}
 
 
-def _files_in(directory: Path) -> dict[str, Path]:
-    """The files of the tokenizer in a directory. Raises UsageError if there is none."""
+def _files_of(given: str) -> dict[str, Path]:
+    """The files of a tokenizer. Raises UsageError if there is none, CheckpointError if the Hub can't be reached."""
+    try:
+        directory = tokenizer_directory(given)
+    except CheckpointError as error:
+        raise type(error)(f"--tokenizer {error}", code=error.code) from error
     if directory.is_file():
         raise UsageError(
-            f"--tokenizer {directory}: is a file; give the directory of the tokenizer, {directory.parent}"
+            f"--tokenizer {given}: is a file; give the directory of the tokenizer, {directory.parent}"
         )
-    if not directory.is_dir():
-        raise UsageError(f"--tokenizer {nothing_at(directory)}", code="no-such-input")
     found = {name: path for name, path in find_sidecars(directory).items() if is_of_tokenizer(name)}
     if not kinds_of(found):
         raise UsageError(
-            f"--tokenizer {directory}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected the directory of a "
-            "tokenizer that lists its tokens"
+            f"--tokenizer {given}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected a tokenizer that lists "
+            "its tokens"
         )
     return found
 
@@ -172,7 +176,7 @@ def _earlier_tokens(earlier: Files, kinds: Sequence[str]) -> TokenList | None:
     return None
 
 
-def _compared(tokens: TokenList, earlier: TokenList, directory: Path, place: str) -> list[str]:
+def _compared(tokens: TokenList, earlier: TokenList, given: str, place: str) -> list[str]:
     """Lines for people: added tokens with another text. Raises UsageError unless each usual token keeps its number."""
     now = {**tokens.usual, **tokens.added}
     moved = [number for number, text in earlier.usual.items() if now.get(number) != text]
@@ -180,7 +184,7 @@ def _compared(tokens: TokenList, earlier: TokenList, directory: Path, place: str
         first = min(moved)
         found = f"is {now[first]!r:.40}" if first in now else "isn't there"
         raise UsageError(
-            f"--tokenizer {directory}: token {first} {found}, and is {earlier.usual[first]!r:.40} in the tokenizer of {place}; the "
+            f"--tokenizer {given}: token {first} {found}, and is {earlier.usual[first]!r:.40} in the tokenizer of {place}; the "
             "model's tokens must keep their numbers"
         )
     renamed = sorted(
@@ -190,6 +194,6 @@ def _compared(tokens: TokenList, earlier: TokenList, directory: Path, place: str
         return []
     first, have = renamed[0], "has" if len(renamed) == 1 else "have"
     return [
-        f"--tokenizer {directory}: {counted(len(renamed), 'added token')} {have} another text than in the tokenizer of {place}: token "
+        f"--tokenizer {given}: {counted(len(renamed), 'added token')} {have} another text than in the tokenizer of {place}: token "
         f"{first} is {now[first]!r:.40}, was {earlier.added[first]!r:.40}"
     ]

@@ -1,10 +1,8 @@
 """The vocabulary of an output that has more or fewer tokens than the input."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from megaconv.errors import UsageError
-from megaconv.local_paths import local_path
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, normalize, option
 
@@ -25,16 +23,16 @@ class VocabularyChoice:
         help="Tokens of the output: adds rows to embedding and head, or takes the last ones away.",
     )
     """None: as many as the input has, or as `tokenizer` needs."""
-    tokenizer: Path | None = option(
+    tokenizer: str | None = option(
         None,
         "--tokenizer",
         heading=INPUT_AND_OUTPUT,
         commands=("convert",),
-        read=local_path,
+        read=str,
         metavar="DIR",
-        help="The directory of the output's tokenizer. For its new tokens the model gets new rows.",
+        help="The directory of the output's tokenizer, or a Hub id. For its new tokens the model gets new rows.",
     )
-    """None: the input's."""
+    """A directory or a Hub id; None: the input's."""
     new_rows: str | None = option(
         None,
         "--new-rows",
@@ -55,7 +53,7 @@ class VocabularyChoice:
             )
         if self.new_rows == PIECES and self.tokenizer is None:
             raise UsageError(
-                "--new-rows pieces needs --tokenizer, the directory of the tokenizer that has the new tokens"
+                "--new-rows pieces needs --tokenizer, the tokenizer that has the new tokens"
             )
 
     @property
