@@ -77,6 +77,7 @@ def convert(
     moe_upcycling_granularity: int = 1,
     experts_of: Sequence[str | Path] = (),
     vocab_size: int | None = None,
+    pad_to_multiple_of: int | None = None,
     tokenizer: str | Path | None = None,
     new_rows: str | None = None,
     dry_run: bool = False,
@@ -104,7 +105,8 @@ def convert(
     method, density, seed: how they are averaged; see `average`.
     layers: the source's layers that the output has, such as `"0-15,24-31"`, or their numbers.
     num_experts, moe_router_topk, moe_upcycling_granularity, experts_of: the experts that a dense model's MLPs become.
-    vocab_size, tokenizer, new_rows: the output's number of tokens, its tokenizer's directory or Hub id, the rows of new tokens.
+    vocab_size, pad_to_multiple_of: the output's number of tokens, and a number whose multiple it has to be.
+    tokenizer, new_rows: the output's tokenizer, a directory or a Hub id, and the rows of new tokens.
     check_source: if the source has a megaconv.json, compare the source with it, and refuse a difference.
     dry_run: write nothing, and report what would be written.
     optimizer: whether to convert the optimizer state; None: convert it if both sides can hold it.

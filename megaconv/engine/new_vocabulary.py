@@ -1,4 +1,4 @@
-"""--vocab-size and --tokenizer: a model with more or fewer tokens, or with another tokenizer beside it."""
+"""--vocab-size, --pad-to-multiple-of and --tokenizer: a model with more or fewer tokens, or with another tokenizer beside it."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,9 +22,6 @@ from megaconv.model.table import canonical_shapes
 from megaconv.options.vocabulary import MEAN, PIECES, ZERO, VocabularyChoice
 from megaconv.values.cast import FLOATS
 from megaconv.values.resized import ResizedTensor
-
-_ASKED = "--vocab-size, --tokenizer"
-"""The options, for messages."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     adapters and models that megaconv doesn't know, NotExpressible for models with other tables by token.
     """
     header = source.header
-    require_known(header, place, _ASKED)
+    require_known(header, place, chosen.asked)
     tokenizer = (
         None if chosen.tokenizer is None else NewTokenizer.of(chosen.tokenizer, header, place)
     )
@@ -81,7 +78,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     pieces: Mapping[int, Sequence[int]] = {}
     if chosen.new_rows == PIECES and tokenizer is not None:
         pieces = tokenizer.pieces(changed, before)
-    tables = _tables(header) if before != after or filled else []
+    tables = _tables(header, chosen.asked) if before != after or filled else []
     made = replace(
         header,
         config=_config(header.config, after, special),
@@ -104,14 +101,14 @@ def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | No
     """The tokens of the output. Raises UsageError for fewer than its tokenizer has."""
     needed = 0 if tokenizer is None else tokenizer.tokens.count
     if chosen.size is None:
-        return max(header.config.vocab, needed)
+        return chosen.padded(max(header.config.vocab, needed))
     if chosen.size < needed:
         raise UsageError(
             f"--vocab-size {chosen.size}: the tokenizer in {chosen.tokenizer} needs {needed} rows or more"
         )
     if chosen.size < header.config.vocab:
         _require_unused(header, chosen.size, tokenizer)
-    return chosen.size
+    return chosen.padded(chosen.size)
 
 
 def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -> None:
@@ -139,8 +136,11 @@ def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -
             )
 
 
-def _tables(header: Header) -> list[Key]:
-    """The tensors with a row for each token. Raises NotExpressible if more depends on the vocabulary."""
+def _tables(header: Header, asked: str) -> list[Key]:
+    """The tensors with a row for each token. Raises NotExpressible if more depends on the vocabulary.
+
+    asked: the options, for messages.
+    """
     config = header.config
     parts = {
         "embeddings in each layer": config.layer_inputs.vocab,
@@ -150,7 +150,7 @@ def _tables(header: Header) -> list[Key]:
     for what, there in parts.items():
         if there:
             raise NotExpressible(
-                f"{_ASKED}: a {config.family} with {what} can't have another vocabulary"
+                f"{asked}: a {config.family} with {what} can't have another vocabulary"
             )
     larger = canonical_shapes(family(config.family).rows, replace(config, vocab=config.vocab + 1))
     found = []
@@ -160,7 +160,7 @@ def _tables(header: Header) -> list[Key]:
             continue
         if shape != (config.vocab + 1, *info.shape[1:]) or info.dtype not in FLOATS:
             raise NotExpressible(
-                f"{_ASKED}: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
+                f"{asked}: {key} of a {config.family} depends on the vocabulary, and no rows can be made for new tokens"
             )
         found.append(key)
     return found

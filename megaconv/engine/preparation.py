@@ -87,8 +87,7 @@ def _computed(source: Source, found: Input, load: LoadOptions, options: ConvertO
         _refuse_together("--num-experts", "layers", options)
         source = with_experts(source, found, load, options)
     if options.vocabulary.is_given:
-        asked = "--vocab-size" if options.vocabulary.tokenizer is None else "--tokenizer"
-        _refuse_together(asked, "tokens", options)
+        _refuse_together(options.vocabulary.asked, "tokens", options)
         source = with_vocabulary(source, options.vocabulary, found.given)
     return source
 

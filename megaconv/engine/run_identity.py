@@ -58,6 +58,7 @@ def _derived(options: ConvertOptions) -> dict[str, str]:
         "--moe-upcycling-granularity": str(upcycling.granularity),
         "--experts-of": ", ".join(upcycling.experts_of) or "none",
         "--vocab-size": str(vocabulary.size),
+        "--pad-to-multiple-of": str(vocabulary.multiple),
         "--tokenizer": str(vocabulary.tokenizer),
         "--new-rows": str(vocabulary.new_rows),
     }

@@ -23,6 +23,15 @@ class VocabularyChoice:
         help="Tokens of the output: adds rows to embedding and head, or takes the last ones away.",
     )
     """None: as many as the input has, or as `tokenizer` needs."""
+    multiple: int | None = option(
+        None,
+        "--pad-to-multiple-of",
+        heading=VALUES,
+        commands=("convert",),
+        range=Range(1, VOCABULARY),
+        help="Add rows to embedding and head up to a multiple of this number, such as 64. config.json counts them.",
+    )
+    """None: no more tokens than the output needs."""
     tokenizer: str | None = option(
         None,
         "--tokenizer",
@@ -49,7 +58,7 @@ class VocabularyChoice:
             raise UsageError(f"--new-rows {self.new_rows}: expected one of {', '.join(NEW_ROWS)}")
         if self.new_rows is not None and not self.is_given:
             raise UsageError(
-                f"--new-rows {self.new_rows}: has no effect without --vocab-size or --tokenizer; leave it out"
+                f"--new-rows {self.new_rows}: has no effect without --vocab-size, --pad-to-multiple-of or --tokenizer; leave it out"
             )
         if self.new_rows == PIECES and self.tokenizer is None:
             raise UsageError(
@@ -59,4 +68,24 @@ class VocabularyChoice:
     @property
     def is_given(self) -> bool:
         """True if the output's vocabulary or tokenizer may differ from the input's."""
-        return self.size is not None or self.tokenizer is not None
+        return bool(self.asked)
+
+    @property
+    def asked(self) -> str:
+        """The given options, for messages."""
+        given = {
+            "--vocab-size": self.size,
+            "--pad-to-multiple-of": self.multiple,
+            "--tokenizer": self.tokenizer,
+        }
+        return ", ".join(name for name, value in given.items() if value is not None)
+
+    def padded(self, size: int) -> int:
+        """A number of tokens, rounded up to the multiple. Raises UsageError for more than a model can have."""
+        multiple = self.multiple or 1
+        found = -(-size // multiple) * multiple
+        if found > VOCABULARY:
+            raise UsageError(
+                f"--pad-to-multiple-of {multiple}: {size:,} tokens become {found:,}; expected {VOCABULARY:,} or less"
+            )
+        return found

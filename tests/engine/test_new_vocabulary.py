@@ -68,6 +68,29 @@ def test_each_family_computes_as_transformers_resized_model(name: str, tmp_path:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("size", [None, 192, 200, 100])
+def test_a_multiple_gives_the_rows_of_transformers(size: int | None, tmp_path: Path) -> None:
+    oracle.create(ALL["gemma3_text"], tmp_path / "hf")
+    words = {"saver": "hf", "pad_to_multiple_of": 64, "vocab_size": size}
+    report = megaconv.convert(tmp_path / "hf", tmp_path / "out", **words)
+    expected = oracle.load(tmp_path / "hf")
+    before = expected.config.vocab_size
+    expected.resize_token_embeddings(size, pad_to_multiple_of=64, mean_resizing=False)
+    found = oracle.load(tmp_path / "out")
+    rows = found.get_input_embeddings().weight
+    assert report.changes.vocab is not None
+    assert report.changes.vocab.after == found.config.vocab_size == expected.config.vocab_size
+    assert rows.shape == expected.get_input_embeddings().weight.shape
+    kept = min(before, len(rows))
+    assert torch.equal(rows[:kept], expected.get_input_embeddings().weight[:kept])
+
+
+def test_a_multiple_that_the_vocabulary_has_changes_nothing(llama: Path, tmp_path: Path) -> None:
+    megaconv.convert(llama, tmp_path / "out", saver="hf", pad_to_multiple_of=131)
+    assert hashes(tmp_path / "out") == hashes(llama)
+
+
 def hashes(model: Path) -> dict[str, str]:
     return {str(key): value for key, value in megaconv.fingerprint(model).tensors.items()}
 
@@ -188,9 +211,13 @@ def test_a_killed_run_is_not_continued_with_other_rows(llama: Path, tmp_path: Pa
     [
         (["--vocab-size", "0"], "'--vocab-size': 0 is not in the range"),
         (["--vocab-size", "140", "--new-rows", "random"], "expected one of mean, pieces, zero"),
-        (["--new-rows", "zero"], "has no effect without --vocab-size or --tokenizer"),
+        (["--new-rows", "zero"], "has no effect without --vocab-size, --pad-to-multiple-of or"),
         (["--vocab-size", "140", "--new-rows", "pieces"], "needs --tokenizer"),
         (["--vocab-size", "140", "--base", "."], "the original has other tokens than the output"),
+        (["--pad-to-multiple-of", "0"], "'--pad-to-multiple-of': 0 is not in the range"),
+        (["--pad-to-multiple-of", "268435455", "--vocab-size", "268435456"], "become 536,870,910"),
+        (["--pad-to-multiple-of", "64", "--base", "."], "--pad-to-multiple-of and --base"),
+        (["--pad-to-multiple-of", "64", "--vocab-size", "2"], "names the token 2; choose 3"),
         (["--vocab-size", "2"], "config.json of the model names the token 2; choose 3 or more"),
         (["--tokenizer", "/no/such"], "--tokenizer /no/such: no such file or directory"),
     ],
