@@ -40,6 +40,8 @@ class ForwardRequest:
     max_memory: int = MAX_MEMORY
     """Bytes for weights and activations."""
     tolerance: float = TOLERANCE
+    common_tokens: bool = False
+    """True to accept models of different vocabularies, and to compare the logits of the tokens that both have."""
 
 
 @dataclass
@@ -83,6 +85,13 @@ class ForwardPass:
     """The perplexity of each model; None for a model that predicts no next token."""
     differences: Sequence[StateDifference] = ()
     """In the order of their computation; empty for one model."""
+    vocabularies: Sequence[int] = ()
+    """The number of tokens of each model."""
+
+    @property
+    def has_common_tokens(self) -> bool:
+        """True if only some tokens of a model have compared logits, since the other model has fewer."""
+        return len(set(self.vocabularies)) > 1
 
     @property
     def first(self) -> StateDifference | None:
@@ -109,6 +118,8 @@ class ForwardPass:
         if len(request.places) == 1:
             return found
         return found | {
+            "vocabularies": list(self.vocabularies),
+            "compared_tokens": min(self.vocabularies),
             "same": self.same,
             "tolerance": request.tolerance,
             "first_difference": None if self.first is None else self.first.name,

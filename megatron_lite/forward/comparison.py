@@ -20,7 +20,8 @@ from megatron_lite.models.bert import Bert
 from megatron_lite.models.biencoder import Biencoder
 
 LOGITS = "logits"
-_COMPARED = ("layer_count", "hidden", "vocab", "encoder.layers", "norm.final")
+_VOCAB = "vocab"
+_COMPARED = ("layer_count", "hidden", _VOCAB, "encoder.layers", "norm.final")
 """Fields without which states have no counterparts."""
 
 
@@ -61,12 +62,21 @@ class Computed:
     """The losses of each model."""
 
 
-def require_comparable(a: tuple[str, ModelConfig], b: tuple[str, ModelConfig]) -> None:
-    """Raise ModelsDiffer if the hidden states of two models can't be compared. a, b: (place, description)."""
+def require_comparable(
+    a: tuple[str, ModelConfig], b: tuple[str, ModelConfig], *, common_tokens: bool
+) -> None:
+    """Raise ModelsDiffer if the hidden states of two models can't be compared.
+
+    a, b: (place, description). common_tokens: True if one of them may have more tokens.
+    """
     for name in _COMPARED:
         ours, theirs = value_of(a[1], name), value_of(b[1], name)
-        if ours != theirs:
-            raise ModelsDiffer(f"{a[0]} has {name} {ours}, {b[0]} has {theirs}; expected one model")
+        if ours == theirs or (name == _VOCAB and common_tokens):
+            continue
+        remedy = "; --common-tokens compares the tokens that both have" if name == _VOCAB else ""
+        raise ModelsDiffer(
+            f"{a[0]} has {name} {ours}, {b[0]} has {theirs}; expected one model{remedy}"
+        )
     kinds = [_kind(config) for _, config in (a, b)]
     if kinds[0] != kinds[1]:
         raise ModelsDiffer(f"{a[0]} is {kinds[0]}, {b[0]} is {kinds[1]}; expected one model")
@@ -87,10 +97,12 @@ def compute(
     passes: Sequence[Microbatch],
     logits_at_once: int,
     report: Report = lambda difference: None,
+    compared_tokens: int | None = None,
 ) -> Computed:
     """Compute one or two models.
 
-    logits_at_once: number of tokens whose logits exist at a time.
+    logits_at_once: number of tokens whose logits exist at a time. compared_tokens: the first tokens of the vocabulary, whose
+    logits are compared; None: all.
     report: called with the difference of each state as soon as the last pass has computed it.
     """
     computed = Computed(losses=[Losses() for _ in engines])
@@ -100,7 +112,7 @@ def compute(
             done = report if is_last else _ignore
             hidden = _walk_together(engines, batch, computed, done)
             if _has_logits(engines[0]):
-                _compare_logits(engines, batch, hidden, logits_at_once, computed)
+                _compare_logits(engines, batch, hidden, logits_at_once, computed, compared_tokens)
                 if len(engines) > 1:
                     done(computed.differences[LOGITS])
     return computed
@@ -170,6 +182,7 @@ def _compare_logits(
     hidden: Sequence[Tensor],
     logits_at_once: int,
     computed: Computed,
+    compared_tokens: int | None,
 ) -> None:
     assert batch.loss_mask is not None
     predicts = batch.visible is None  # a model that sees later tokens doesn't predict them
@@ -179,7 +192,8 @@ def _compare_logits(
             for engine, states in zip(engines, hidden, strict=True)
         ]
         if len(made) > 1:
-            _compare(LOGITS, made, computed, _ignore)
+            compared = [logits[..., :compared_tokens] for logits in made]
+            _compare(LOGITS, compared, computed, _ignore)
         for losses, logits in zip(computed.losses, made, strict=True):
             if predicts:
                 losses.add(logits, batch.labels[:, part], batch.loss_mask[:, part])

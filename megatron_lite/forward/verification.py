@@ -52,13 +52,20 @@ def verify(request: ForwardRequest, report: Report) -> ForwardPass:
     ]
     first, *others = opened
     for other in others:
-        require_comparable((first.place, first.config), (other.place, other.config))
+        require_comparable(
+            (first.place, first.config),
+            (other.place, other.config),
+            common_tokens=request.common_tokens,
+        )
     rows = _rows(request, opened)
     longest = max(map(len, rows))
     engines = [_engine(each, dtype, request.max_memory, longest) for each in opened]
-    passes = passes_of(first.config, rows, engines[0].dtype.itemsize, request.max_memory)
-    at_once = _logits_at_once(first.config, request.max_memory)
-    computed = compute(engines, passes, at_once, report)
+    vocabularies = [each.config.vocab for each in opened]
+    largest = max(opened, key=lambda each: each.config.vocab).config
+    passes = passes_of(largest, rows, engines[0].dtype.itemsize, request.max_memory)
+    at_once = _logits_at_once(largest, request.max_memory)
+    compared = min(vocabularies) if len(set(vocabularies)) > 1 else None
+    computed = compute(engines, passes, at_once, report, compared)
     return ForwardPass(
         request,
         families=[each.config.family for each in opened],
@@ -66,6 +73,7 @@ def verify(request: ForwardRequest, report: Report) -> ForwardPass:
         predicted=computed.losses[0].count,
         perplexities=[losses.perplexity for losses in computed.losses],
         differences=list(computed.differences.values()),
+        vocabularies=vocabularies,
     )
 
 
@@ -100,12 +108,14 @@ def _engine(opened: _Opened, dtype: str, max_memory: int, length: int) -> Engine
 
 
 def _rows(request: ForwardRequest, opened: Sequence[_Opened]) -> list[tuple[int, ...]]:
-    """Return the rows of tokens. Raises UsageError."""
+    """Return the rows of tokens, which all models have. Raises UsageError."""
+    opened = sorted(opened, key=lambda each: each.config.vocab)
     config = opened[0].config
-    most = min(each.config.max_positions for each in opened)
+    shortest = min(opened, key=lambda each: each.config.max_positions)
+    most = shortest.config.max_positions
     window = request.window or min(most, BUILT_IN if request.text is None else WINDOW)
     if window > most:
-        raise UsageError(f"--window {window}: {request.places[0]} has {most} positions; pass fewer")
+        raise UsageError(f"--window {window}: {shortest.place} has {most} positions; pass fewer")
     if request.text is None:
         return [built_in_tokens(config.vocab, window)]
     if config.has("both_ways") or config.encoder.layers:

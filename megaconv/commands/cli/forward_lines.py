@@ -51,6 +51,11 @@ def _print_result(found: ForwardPass) -> None:
     request = found.request
     if len(request.places) == 1:
         return
+    if found.has_common_tokens:
+        a, b = found.vocabularies
+        show(
+            f"{'common tokens':<{_WIDTH}} {min(a, b):,}: A has {a:,}, B has {b:,}; further logits are not compared"
+        )
     first = found.first
     if first is None:
         show(

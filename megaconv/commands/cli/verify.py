@@ -57,6 +57,13 @@ def verify(
             help="With --forward: states that differ by no more than this part of their largest value are equal (1e-4).",
         ),
     ] = None,
+    common_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--common-tokens",
+            help="With --forward: A and B may have different vocabularies; compare the logits of the tokens that both have.",
+        ),
+    ] = False,
     window: Annotated[
         int | None,
         typer.Option(
@@ -94,7 +101,7 @@ def verify(
     """
     asked = {
         "B": other, "--text": text, "--tolerance": tolerance, "--window": window, "--dtype": dtype,
-        "--max-memory": max_memory, "--loader-a": loader_a, "--loader-b": loader_b,
+        "--max-memory": max_memory, "--loader-a": loader_a, "--loader-b": loader_b, "--common-tokens": common_tokens or None,
     }  # fmt: skip
     if forward:
         from megaconv.commands.cli.forward_lines import run_forward
@@ -106,7 +113,11 @@ def verify(
             raise UsageError(
                 "--forward checks no signature; run `megaconv verify` with the options of the signature first"
             )
-        of_two = {"--tolerance": tolerance, "--loader-b": loader_b}
+        of_two = {
+            "--tolerance": tolerance,
+            "--loader-b": loader_b,
+            "--common-tokens": common_tokens or None,
+        }
         given = [name for name, value in of_two.items() if value is not None]
         if other is None and given:
             raise UsageError(f"{given[0]} is for two checkpoints; give B too, or leave it out")
@@ -119,6 +130,7 @@ def verify(
             dtype=dtype or "fp32",
             max_memory=byte_size(max_memory or MAX_MEMORY, "--max-memory "),
             tolerance=TOLERANCE if tolerance is None else tolerance,
+            common_tokens=common_tokens,
         )
         run_forward(request, as_json=as_json)
         return

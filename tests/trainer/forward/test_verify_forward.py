@@ -56,7 +56,9 @@ def states(out: str) -> dict[str, float]:
     return {name.strip(): float(relative) for name, relative, *_ in LINE.findall(out)}
 
 
-@pytest.mark.parametrize("option", [("--tolerance", 0.1), ("--loader-b", "core")])
+@pytest.mark.parametrize(
+    "option", [("--tolerance", 0.1), ("--loader-b", "core"), ("--common-tokens",)]
+)
 def test_options_of_two_checkpoints_need_two(llama: Path, option: tuple[object, ...]) -> None:
     outcome = run("verify", llama, "--forward", *option)
     assert_refused(outcome, 2, f"{option[0]} is for two checkpoints; give B too")
@@ -99,6 +101,60 @@ def test_a_difference_within_the_tolerance_is_none(llama: Path, tmp_path: Path) 
     other = changed(llama, "lm_head.weight", 1.0 + 1e-3, tmp_path / "other")
     assert run("verify", llama, other, "--forward", "--window", "64").status == 4
     assert run("verify", llama, other, "--forward", "--tolerance", "0.01").status == 0
+
+
+@pytest.fixture
+def larger(llama: Path, tmp_path: Path) -> Path:
+    """The model with nine more tokens."""
+    megaconv.convert(llama, tmp_path / "larger", saver="hf", vocab_size=140)
+    return tmp_path / "larger"
+
+
+@pytest.mark.parametrize("is_larger_first", [False, True])
+def test_the_logits_of_common_tokens_are_compared_if_asked_for(
+    is_larger_first: bool, llama: Path, larger: Path
+) -> None:
+    pair = [larger, llama] if is_larger_first else [llama, larger]
+    refused = run("verify", *pair, "--forward")
+    assert_refused(refused, 4, "expected one model; --common-tokens compares the tokens that both")
+    outcome = run("verify", *pair, "--forward", "--common-tokens")
+    assert outcome.status == 0, outcome.err
+    assert set(states(outcome.out).values()) == {0.0}
+    sizes = "A has 140, B has 131" if is_larger_first else "A has 131, B has 140"
+    line = f"common tokens        131: {sizes}; further logits are not compared"
+    assert outcome.out.splitlines()[-2] == line
+    document = json.loads(run("verify", *pair, "--forward", "--common-tokens", "--json").out)
+    assert (document["vocabularies"], document["compared_tokens"]) == (
+        [140, 131] if is_larger_first else [131, 140],
+        131,
+    )
+
+
+@pytest.mark.parametrize(("row", "status"), [(130, 4), (131, 0)])
+def test_a_changed_row_of_a_common_token_is_found(
+    row: int, status: int, llama: Path, larger: Path
+) -> None:
+    tensors = load_file(larger / "model.safetensors")
+    tensors["lm_head.weight"][row] += 10
+    save_file(tensors, larger / "model.safetensors", {"format": "pt"})
+    outcome = run("verify", llama, larger, "--forward", "--common-tokens")
+    assert outcome.status == status, outcome
+    last = "different: from logits on" if status else "the same"
+    assert outcome.out.splitlines()[-1].startswith(last)
+
+
+def test_models_of_one_vocabulary_have_no_line_of_common_tokens(llama: Path) -> None:
+    outcome = run("verify", llama, llama, "--forward", "--common-tokens")
+    assert outcome.status == 0
+    assert "common tokens" not in outcome.out
+
+
+def test_the_window_names_the_model_with_fewer_positions(llama: Path, tmp_path: Path) -> None:
+    other = changed(llama, "model.norm.weight", 1.0, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"max_position_embeddings": 16}
+    (other / "config.json").write_text(json.dumps(config))
+    refused = run("verify", llama, other, "--forward", "--window", 17)
+    assert_refused(refused, 2, f"--window 17: {other} has 16 positions")
 
 
 @pytest.mark.oracle
@@ -188,6 +244,7 @@ REFUSED = {
     "B without --forward": (("{model}", "{model}"), 2),
     "a text without --forward": (("{model}", "--text", "x"), 2),
     "a dtype of another kind": (("{model}", "--forward", "--dtype", "int8"), 2),
+    "common tokens without --forward": (("{model}", "--common-tokens"), 2),
     "no such text": (("{model}", "--forward", "--text", "none"), 2),
     "no tokenizer": (("{model}", "--forward", "--text", "{text}"), 2),
     "a window beyond the positions": (("{model}", "--forward", "--window", "65"), 2),
