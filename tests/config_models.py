@@ -332,6 +332,27 @@ OWN_KEYS: dict[str, Raw] = {
         "logits_soft_cap": 20.0,
     },
     "doge": {"keep_window_size": 7, "is_moe": False},
+    "zaya": {
+        "num_experts": 6,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 24,
+        "router_hidden_size": 10,
+        "cca_time0": 3,
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "sliding_window": 16,
+        "rope_parameters": {
+            "hybrid": {
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 5e5,
+            },
+            "hybrid_sliding": {
+                "rope_type": "default",
+                "partial_rotary_factor": 1.0,
+                "rope_theta": 7e3,
+            },
+        },
+    },
     "zamba": {
         "layers_block_type": ["mamba", "hybrid"] * 2,
         "n_mamba_heads": 4,

@@ -272,6 +272,7 @@ BETWEEN_FILES = (
         "doge",
         "zamba",
         "zamba2",
+        "zaya",
         "muse_glimmer_text",
         "muse_spark_text",
     ),
@@ -356,6 +357,9 @@ def own_fields(family: str) -> dict[str, Any]:
         sizes = {"width": 8, "state": 3, "conv": 4, "rank": 2, "heads": 2}
         inputs = {f"mamba1.{name}": size for name, size in sizes.items()}
         inputs |= {"layers.block": True, "blocks.count": 1}
+    if family == "zaya":
+        inputs = {"convolved.channels": 3, "convolved.heads": 2, "experts.router_width": 5}
+        inputs |= {"attention.kv_heads": 2}
     if family == "hrm_text":
         inputs = {"recurrence.high": 2, "recurrence.low": 1}
     if family == "muse_spark_text":

@@ -124,6 +124,17 @@ def entry_ropes(
     }
 
 
+def ropes_of_zaya(
+    full: float = 5000.0, windowed: float = 700.0, share: float = 0.5, **scaling: Any
+) -> dict[str, Any]:
+    """Rope keys as transformers 5 writes them for a Zaya. share: of heads in layers with a window."""
+    ropes = {
+        "hybrid": rope_of(full, partial_rotary_factor=0.5, **scaling),
+        "hybrid_sliding": rope_of(windowed, partial_rotary_factor=share),
+    }
+    return {"rope_parameters": ropes}
+
+
 def every_other_window() -> dict[str, Any]:
     return {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 
@@ -1070,6 +1081,9 @@ MAMBA_1: dict[str, Any] = {
 ZAMBA: dict[str, Any] = {
     "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
 }  # fmt: skip
+ZAYA: dict[str, Any] = {
+    "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "router_hidden_size": 10, "tie_word_embeddings": False,
+}  # fmt: skip
 ZAMBA2: dict[str, Any] = {
     "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"], "num_mem_blocks": 2, "adapter_rank": 6, "mamba_d_state": 5,
     "mamba_ngroups": 2, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
@@ -1114,6 +1128,16 @@ CONVERTED = {
     ),
     "doge, with windows": Variant(
         "doge", {"sliding_window": WINDOW, "head_dim": 6, "tie_word_embeddings": True}, {"one less": {"sliding_window": WINDOW - 1}},
+    ),
+    "zaya": Variant(
+        "zaya",
+        {**ZAYA, "cca_time0": 3, "cca_time1": 4, "attention_bias": True, "lm_head_bias": True, "sliding_window": WINDOW,
+         "layer_types": ["hybrid", "hybrid_sliding", "hybrid_sliding", "hybrid"], **ropes_of_zaya()},
+        {"epsilon": {"rms_norm_eps": 1e-5}, "base": ropes_of_zaya(full=900.0), "base of windows": ropes_of_zaya(windowed=90.0),
+         "share of windows": ropes_of_zaya(share=1.0), "yarn": ropes_of_zaya(**OLMO_YARN), "one less": {"sliding_window": WINDOW - 1}},
+    ),
+    "zaya, without windows": Variant(
+        "zaya", {**ZAYA, "tie_word_embeddings": True, "sliding_window": WINDOW, **ropes_of_zaya()}, {"base": ropes_of_zaya(full=900.0)},
     ),
     "zamba": Variant(
         "zamba",
@@ -1305,8 +1329,10 @@ def create(variant: Variant, directory: Path, auto: Any = None, **settings: Any)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "balancing_biases")):
                 buffer.normal_(0.0, 0.2)
+            if name.endswith("balancing_biases"):
+                buffer[-1] = -1.0  # transformers sets it when it loads a model
             if name.endswith("tid2eid"):
                 buffer.random_(0, config.n_routed_experts)
             if name.endswith("layer_scalar"):

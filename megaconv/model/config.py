@@ -55,9 +55,12 @@ class ModelConfig(DescribedModel):
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "rope_pairs": rope_dim // 2,
             "expert_hidden": self.experts.latent or self.hidden,
-            "routes": self.experts.count + self.experts.zero,
+            "routes": self.experts.count + self.experts.zero + self.experts.optional,
             "attn_v_dim": self.attention.value_dim,
             "position_rows": self.max_positions + self.positions.offset,
+            "half_values": self.attention.kv_heads * self.attention.head_dim // 2,
+            "qk_channels": (self.attention.heads + self.attention.kv_heads)
+            * self.attention.head_dim,
             "mamba1_head_dim": self.mamba1.width // (self.mamba1.heads or 1),
             "mamba1_inputs": self.mamba1.rank + 2 * self.mamba1.state,
             "conv_channels": self.hidden,

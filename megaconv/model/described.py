@@ -14,6 +14,7 @@ from megaconv.model.beside import Whole
 from megaconv.model.mixers import (
     BlockIndexer,
     CompressedAttention,
+    ConvolvedAttention,
     Indexer,
     LatentAttention,
     LinearAttention,
@@ -68,6 +69,7 @@ class DescribedModel:
     indexer: Indexer = field(default_factory=Indexer)
     block_indexer: BlockIndexer = field(default_factory=BlockIndexer)
     compressed: CompressedAttention = field(default_factory=CompressedAttention)
+    convolved: ConvolvedAttention = field(default_factory=ConvolvedAttention)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     mamba1: Mamba1 = field(default_factory=Mamba1)
@@ -91,6 +93,9 @@ class DescribedModel:
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
     weighted_residuals: bool = False
     """True if the values that a sublayer's output is added to have a stored factor for each element (Doge)."""
+    affine_residuals: bool = False
+    """True if both sides of each residual sum, and the embedding, have a stored number for each element that is added to
+    them, and then one that scales them (Zaya)."""
     residual_by_depth: bool = False
     """True if the n-th sum of the model, counted from 2, has weights by its number (Beam): the root of 1 / n for the
     sublayer's output, and the root of (n - 1) / n for the values that it is added to."""

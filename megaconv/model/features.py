@@ -65,6 +65,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "differential": lambda config: config.attention.differential,
     "kept_keys": lambda config: config.attention.kept_keys > 0,
     "weighted_residuals": lambda config: config.weighted_residuals,
+    "affine_residuals": lambda config: config.affine_residuals,
+    "convolved_attention": lambda config: config.convolved.channels > 0,
     "depth_residuals": lambda config: config.residual_by_depth,
     "softplus_gate": lambda config: (
         (config.attention.output_gate or config.attention.head_gate)
@@ -148,6 +150,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "expert_sum_bias": lambda config: config.experts.count > 0 and config.experts.output_bias,
     "final_epsilon": lambda config: config.norm.final_epsilon not in (None, config.norm.epsilon),
     "zero_experts": lambda config: config.experts.zero > 0,
+    "optional_experts": lambda config: config.experts.count > 0 and config.experts.optional,
+    "router_mlp": lambda config: config.experts.router_width > 0,
     "stored_idle": lambda config: config.experts.zero > 0 and config.experts.stores_idle,
     "late_experts": lambda config: config.experts.count > 0 and config.experts.joins_late,
     "scaled_latents": lambda config: config.latent.kv_rank > 0 and config.latent.scaled,

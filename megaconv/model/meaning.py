@@ -98,6 +98,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
 
 
 _SWITCHES = (
+    "convolved.channels",
     "experts.count",
     "hyper.streams",
     "indexer.heads",

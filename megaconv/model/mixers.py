@@ -75,6 +75,18 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class ConvolvedAttention:
+    """Attention whose q and k pass two convolutions over positions (Zaya, arXiv 2510.04476). Means of each key and its queries
+    are added to the results, which are scaled to one length, and keys by a stored number of each key/value head. The second
+    half of a token's values is a projection of the token before it. All sizes are 0 in models without it."""
+
+    channels: int = 0
+    """Width of the first convolution in positions, including the token's own. It works on single channels."""
+    heads: int = 0
+    """Width of the second one. It works on all channels of a head."""
+
+
+@dataclass(frozen=True)
 class Mamba1:
     """The layers with mixer `mamba1`: Mamba 1 (arXiv 2312.00752). All sizes are 0 in models without such layers."""
 

@@ -19,6 +19,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_indexer(model)
     _check_sources(model)
     _check_compressed(model)
+    _check_convolved(model)
     _check_head(model)
     _check_linear(model)
     _check_mamba(model)
@@ -126,6 +127,18 @@ def _check_compressed(model: DescribedModel) -> None:
         if not all(needed[entries]):
             what = f"{entries} entries with {found}"
             raise CorruptCheckpoint(f"the model's compressed attention can't have {what}")
+
+
+def _check_convolved(model: DescribedModel) -> None:
+    """Refuses convolutions without a width, and values of which the token before can't give one half."""
+    found, attention = model.convolved, model.attention
+    if not (found.channels or found.heads):
+        return
+    if not (found.channels and found.heads) or attention.kv_heads * attention.head_dim % 2:
+        what = f"{attention.kv_heads} key/value heads of {attention.head_dim}"
+        raise CorruptCheckpoint(
+            f"the model's attention can't have {what} and convolutions over {found.channels} and {found.heads} positions"
+        )
 
 
 def _check_head(model: DescribedModel) -> None:

@@ -273,6 +273,11 @@ class Experts:
     """Width of one routed expert."""
     zero: int = 0
     """Number of further experts that a router may select, which return their input (LongCat-Flash)."""
+    optional: bool = False
+    """True if a router may also select nothing (Zaya). It then has one output more than there are experts."""
+    router_width: int = 0
+    """Width of a router that is an MLP (Zaya): two matrices with gelu follow a norm of a projection to this width, to which
+    the layer before adds its own projection, scaled by stored numbers. 0: a router is one matrix."""
     stores_idle: bool = field(default=False, compare=False)
     """True if files hold matrices of these experts, which nothing computes with. Configurations are compared without it."""
     joins_late: bool = False

@@ -220,6 +220,8 @@ def every_kind(family: str) -> list[ModelConfig]:
         return [changed(config, layers | biases)]
     if family == "minimax":
         return [changed(config, {"layers.mixer": ("lightning", "attention")})]
+    if family == "zaya":
+        return [changed(config, {"head.bias": True, "layers.mlp": "experts"})]
     if family in ("phimoe", "modernbert_decoder"):
         return [changed(config, {"head.bias": True})]
     if family in ("mamba", "falcon_mamba"):

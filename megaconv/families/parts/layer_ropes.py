@@ -13,7 +13,7 @@ from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_nu
 from megaconv.families.parts.rope import read_rope
 from megaconv.model.config import ModelConfig
 
-_KINDS = ("full_attention", "sliding_attention")
+KINDS = ("full_attention", "sliding_attention")
 _LOCAL = "rope_local_base_freq"
 _PERCENT, _LENGTH = "partial_rotary_factor", "max_position_embeddings"
 
@@ -21,14 +21,17 @@ Rope = tuple[float, dict[str, Any] | None]
 """(base, scaling)."""
 
 
-def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
+def layer_ropes(
+    theta: float, local_theta: float | None = None, *, kinds: tuple[str, str] = KINDS
+) -> Keys:
     """Rope of both kinds of layers.
 
     theta, local_theta: the defaults for missing keys. local_theta None: layers with a window have no separate base.
+    kinds: the words for layers without a window and with one.
     """
 
     def read(raw: Raw) -> Fields:
-        full, windowed = _nested(raw, theta, local_theta) or _flat(raw, theta, local_theta)
+        full, windowed = _nested(raw, theta, local_theta, kinds) or _flat(raw, theta, local_theta)
         given = {"positions.theta": full[0], "positions.scaling": full[1]}
         if local_theta is None and full == windowed:
             return given
@@ -54,7 +57,7 @@ def layer_ropes(theta: float, local_theta: float | None = None) -> Keys:
             old[_LOCAL] = (
                 positions.theta if positions.local_theta is None else positions.local_theta
             )
-        return old | {"rope_parameters": dict(zip(_KINDS, (own, windowed), strict=True))}
+        return old | {"rope_parameters": dict(zip(kinds, (own, windowed), strict=True))}
 
     keys = (
         "rope_theta",
@@ -73,7 +76,7 @@ def nested_layer_ropes(theta: float, local_theta: float) -> Keys:
     ropes = layer_ropes(theta, local_theta)
 
     def read(raw: Raw) -> Fields:
-        _require_stated_bases(raw)
+        _require_stated_bases(raw, KINDS)
         return ropes.read({**length_of(raw), "rope_parameters": raw.get("rope_parameters")})
 
     def write(config: ModelConfig) -> Raw:
@@ -83,26 +86,30 @@ def nested_layer_ropes(theta: float, local_theta: float) -> Keys:
 
 
 def partial_layer_ropes(
-    full: tuple[float, float], windowed: tuple[float, float], *, missing_share: float
+    full: tuple[float, float],
+    windowed: tuple[float, float],
+    *,
+    missing_share: float,
+    kinds: tuple[str, str] = KINDS,
 ) -> Keys:
     """Rope of both kinds of layers, which rotate shares of their own, in the form of transformers 5 alone.
 
     full, windowed: (base, share) of layers without a window and with one if rope_parameters is missing.
-    missing_share: the share if rope_parameters doesn't give it.
+    missing_share: the share if rope_parameters doesn't give it. kinds: the words for layers without a window and with one.
     """
-    ropes = layer_ropes(full[0], windowed[0])
+    ropes = layer_ropes(full[0], windowed[0], kinds=kinds)
     usual = {
         kind: {"rope_theta": theta, _PERCENT: share}
-        for kind, (theta, share) in zip(_KINDS, (full, windowed), strict=True)
+        for kind, (theta, share) in zip(kinds, (full, windowed), strict=True)
     }
 
     def read(raw: Raw) -> Fields:
-        _require_stated_bases(raw)
+        _require_stated_bases(raw, kinds)
         stated = raw.get("rope_parameters") or usual
         found = ropes.read({**length_of(raw), "rope_parameters": stated})
         if found["positions.scaling"] and (missing_share != 1.0 or raw.get(_PERCENT) is not None):
             _require_shares(stated)
-        shares = [need_number(stated.get(kind) or {}, _PERCENT, missing_share) for kind in _KINDS]
+        shares = [need_number(stated.get(kind) or {}, _PERCENT, missing_share) for kind in kinds]
         own = None if shares[1] == shares[0] else shares[1]
         return {
             **found,
@@ -113,14 +120,16 @@ def partial_layer_ropes(
     def write(config: ModelConfig) -> Raw:
         written = ropes.write(config)["rope_parameters"]
         share, own = config.positions.rotary_percent, config.positions.local_rotary_percent
-        shares = dict(zip(_KINDS, (share, share if own is None else own), strict=True))
-        parts = {kind: {**written[kind], _PERCENT: shares[kind]} for kind in _KINDS}
+        shares = dict(zip(kinds, (share, share if own is None else own), strict=True))
+        parts = {kind: {**written[kind], _PERCENT: shares[kind]} for kind in kinds}
         return {"rope_parameters": parts}
 
     return Keys(("rope_parameters",), read, write)
 
 
-def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Rope] | None:
+def _nested(
+    raw: Raw, theta: float, local_theta: float | None, kinds: tuple[str, str]
+) -> tuple[Rope, Rope] | None:
     """Both ropes in the form of transformers 5; None for another form.
 
     A rope_scaling next to it belongs to the layers without a window. Missing bases may also be next to it.
@@ -128,8 +137,8 @@ def _nested(raw: Raw, theta: float, local_theta: float | None) -> tuple[Rope, Ro
     stated = raw.get("rope_parameters")
     if not stated:
         return None
-    _require_kinds(stated)
-    full, windowed = (stated.get(kind) or {} for kind in _KINDS)
+    _require_kinds(stated, kinds)
+    full, windowed = (stated.get(kind) or {} for kind in kinds)
     scaled = {**full, **(raw.get("rope_scaling") or {})}
     base = need_number(raw, "rope_theta", theta)
     local_base = theta if local_theta is None else need_number(raw, _LOCAL, local_theta)
@@ -145,15 +154,15 @@ def length_of(raw: Raw) -> Raw:
     return {_LENGTH: raw[_LENGTH]} if _LENGTH in raw else {}
 
 
-def _require_stated_bases(raw: Raw) -> None:
+def _require_stated_bases(raw: Raw, kinds: tuple[str, str]) -> None:
     """Raise CorruptCheckpoint if rope_parameters lacks the base of a kind of layers that the model has."""
     require_no_scaling_beside(raw)
     stated, types = raw.get("rope_parameters"), raw.get("layer_types")
     if stated is None:
         return
-    _require_kinds(stated)
+    _require_kinds(stated, kinds)
     used = types if isinstance(types, list) else ()
-    described = {kind: stated.get(kind) for kind in _KINDS}
+    described = {kind: stated.get(kind) for kind in kinds}
     require_bases({kind: rope for kind, rope in described.items() if rope or kind in used})
 
 
@@ -191,12 +200,12 @@ def _require_shares(ropes: Mapping[str, Any]) -> None:
             )
 
 
-def _require_kinds(stated: Any) -> None:
+def _require_kinds(stated: Any, kinds: tuple[str, str]) -> None:
     if not isinstance(stated, dict) or not any(
-        isinstance(stated.get(kind), dict) for kind in _KINDS
+        isinstance(stated.get(kind), dict) for kind in kinds
     ):
         raise CorruptCheckpoint(
-            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(_KINDS)}, found {stated!r}"
+            f"{CONFIG_NAME}: rope_parameters should have {' and '.join(kinds)}, found {stated!r}"
         )
 
 
