@@ -7,6 +7,7 @@ from formats.output import FileLayout, PlainFile
 from formats.tensor import LazyTensor, Shape
 from formats.wording import counted
 from megaconv.engine.base_model import BaseModel, open_base
+from megaconv.engine.files_of_original import files_of_original
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies, small_files
@@ -77,14 +78,16 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         names, copied = _names(natives, config), dict[str, LazyTensor]()
         last_rows = dict[str, LazyTensor]()
         from_base: list[str] = []
+        told: tuple[str, ...] = ()
     else:
         names = base.names_of(_shapes(natives), {native.name for native in listed})
         copied = base.missing(set(names.values()), table.ignored)
         last_rows = base.last_rows(names, header)
-        further = {name: path for name, path in base.files().items() if name not in files}
-        files |= copies(further)
-        files[CONFIG_NAME] = PlainFile(base.config_json(config.dtype))
-        from_base = [*copied, *further]
+        original = files_of_original(base, header, config, files)
+        files |= copies(original.copied)
+        files[CONFIG_NAME] = PlainFile(original.config_json)
+        from_base = [*copied, *original.copied]
+        told = original.notices
     ours: list[tuple[str, Shape, str]] = []
     for native in natives:
         name = names[native.name]
@@ -97,9 +100,8 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     for native in natives:
         record = names[native.name]
         add_placements(placements, header, native, file_of[record], record)
-    return OutputPlan(
-        files, placements, notices=_notices(header, config, options, listed), from_base=from_base
-    )
+    told = (*_notices(header, config, options, listed), *told)
+    return OutputPlan(files, placements, notices=told, from_base=from_base)
 
 
 def _written_config(config: ModelConfig, options: SaveOptions) -> ModelConfig:

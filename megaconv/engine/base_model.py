@@ -27,7 +27,6 @@ from megaconv.families.parts.llama_vision import (
     LlamaInside,
     llama_inside,
 )
-from megaconv.families.parts.whole_model import whole_config_json
 from megaconv.hub import nothing_at
 from megaconv.huggingface.stored_names import without_wrappers
 from megaconv.huggingface.weight_files import is_weights, read_directory
@@ -108,10 +107,6 @@ class BaseModel:
             if name not in held and not is_ignored:
                 found[name] = tensor
         return found
-
-    def config_json(self, dtype: str) -> bytes:
-        """The original's config.json, with the dtype that the weights have now."""
-        return whole_config_json(load_config(self.directory / CONFIG_NAME), dtype)
 
     def files(self) -> dict[str, Path]:
         """Every small file, by name, that is neither weights nor config.json nor code."""
