@@ -66,10 +66,7 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
         adapter = without_repeats(adapter, names.parts, names.path)
         names = replace(names, config=_untied(adapter, names))
     found = Changes(names.config)
-    for name, tensor in adapter.replaced.items():
-        native = names.native(name)
-        require_rows_of_base(adapter, name, tensor, native.shape)
-        found.replaced |= names.canonical(native, tensor)
+    found.replaced = _replaced(adapter, names)
     require_token_rows(adapter, tied=config.tie_embeddings)
     for name, tensor in adapter.tokens.items():
         canonical = names.matrix(name)
@@ -91,6 +88,15 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     return found
 
 
+def _replaced(adapter: Adapter, names: "_Names") -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in adapter.replaced.items():
+        native = names.native(name)
+        require_rows_of_base(adapter, name, tensor, native.shape)
+        found |= names.canonical(native, tensor)
+    return found
+
+
 def weights_of(
     adapter: Adapter, family: Family, config: ModelConfig
 ) -> Iterator[tuple[ModuleAdapter, NativeTensor]]:
@@ -98,6 +104,16 @@ def weights_of(
     names = _Names(family, config, str(adapter.weights))
     for module in adapter.modules:
         yield module, names.target(module, adapter.config)
+
+
+def replaced_tensors(
+    adapter: Adapter, family: Family, config: ModelConfig
+) -> dict[str, LazyTensor]:
+    """The tensors by which an adapter replaces the model's, by canonical name. Raises TensorMismatch, NotExpressible."""
+    names = _Names(family, config, str(adapter.weights))
+    if config.tie_embeddings:
+        adapter = without_repeats(adapter, names.parts, names.path)
+    return _replaced(adapter, names)
 
 
 def path_of(module: ModuleAdapter, native: NativeTensor, config: AdapterConfig) -> str:

@@ -135,9 +135,10 @@ class Estimator:
         return Stage(shape.rank, shape.ranks, chunks, together, share, trained)
 
     def _adapters_of(self, run: Run, shape: _Shape) -> RankShare:
-        """Return the parameters of a rank's adapters."""
+        """Return the parameters of a rank's adapters, and of modules that are trained whole beside them."""
         found = []
-        for _, _, counts in shape.contents:
+        for is_first, is_last, counts in shape.contents:
+            found.append(RankShare(_whole_elements(run, is_first=is_first, is_last=is_last), 0))
             for kind, count in zip(self._kinds, counts, strict=True):
                 each = run.adapters_of(kind)
                 found.append(RankShare(count * each.dense, count * each.experts))
@@ -228,13 +229,21 @@ class Estimator:
         return known[alone]
 
 
+def _whole_elements(run: Run, *, is_first: bool, is_last: bool) -> int:
+    """Return the elements of embedding and head on a rank, as far as they are trained whole beside adapters."""
+    trains_first, trains_last = is_first and run.trains_embedding, is_last and run.trains_head
+    is_one = is_first and is_last and run.config.tie_embeddings
+    modules = 1 if is_one and trains_first else trains_first + trains_last
+    return round(modules * run.logit_columns * run.config.hidden)
+
+
 def _key(run: Run) -> Hashable:
     """Return the sizes on which the costs of stages depend, except for their layers."""
     layout = run.layout
     return (
         layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
         run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity, run.offloaded,
-        run.frozen, run.adapters,
+        run.frozen, run.trains_embedding, run.trains_head, run.adapters,
     )  # fmt: skip
 
 

@@ -85,6 +85,9 @@ class Run:
     vocab_divisor: int = 128
     frozen: bool = False
     """True if the model's weights have no gradients, because only adapters are trained."""
+    trains_embedding: bool = False
+    trains_head: bool = False
+    """True if the module is trained whole beside adapters."""
     adapters: tuple[tuple[LayerKind, LayerAdapters], ...] = ()
     """The adapters of a layer of each kind; kinds without adapters may be missing."""
 
@@ -101,7 +104,12 @@ class Run:
     @property
     def head_is_frozen(self) -> bool:
         """True if the head has no gradient. A head of scores is trained whole beside adapters, as by peft."""
-        return self.frozen and not self.config.has("scores")
+        return self.frozen and not self.trains_head and not self.config.has("scores")
+
+    @property
+    def embedding_is_frozen(self) -> bool:
+        """True if the embedding has no gradient."""
+        return self.frozen and not self.trains_embedding
 
     @property
     def itemsize(self) -> int:

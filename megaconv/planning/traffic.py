@@ -170,7 +170,7 @@ def there_and_back(run: Run, tokens: int, width: int) -> Iterator[Counted]:
 
 def _of_embedding(run: Run, tokens: int, width: int) -> Iterator[Counted]:
     """Yield the traffic of an embedding's output. A frozen embedding takes no gradient."""
-    if run.frozen and run.sequence:
+    if run.embedding_is_frozen and run.sequence:
         yield "tp", "reduce_scatter", tokens * width * run.itemsize
     else:
         yield from there_and_back(run, tokens, width)
@@ -223,7 +223,7 @@ def _not_in_first_layer(run: Run, tokens: int) -> Iterator[Counted]:
     kind = run.config.layers[0]
     mixer = mixer_cost(run.config, kind)
     adapted = "mixer" in run.adapters_of(kind).inputs
-    if not run.frozen or mixer is None or not adapted:
+    if not run.embedding_is_frozen or mixer is None or not adapted:
         return
     whole = tokens * mixer.own_input_width(run.config) * run.itemsize
     if run.sequence:

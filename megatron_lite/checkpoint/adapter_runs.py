@@ -7,7 +7,7 @@ iter_0000100/trainer_state.json                                  progress, preci
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.engine import Engine
+from megatron_lite.models.lora.whole import whole_modules
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import LoRA
 from megatron_lite.settings.run_options import adapter_options
@@ -68,7 +69,8 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
     if lora.lora_load is None:
         options = adapter_options(settings)
         assert options is not None
-        return AdapterStart(options, None)
+        whole = whole_modules(config, lora.lora_modules_to_save)
+        return AdapterStart(replace(options, whole=whole), None)
     place = local_path(resolve(lora.lora_load))
     options, tensors = _read(settings, place, config)
     weights = {Key(name): tensor for name, tensor in tensors.items()}
@@ -96,15 +98,17 @@ def _read(
         "lora_alpha": found.options.alpha,
         "lora_rslora": found.options.rslora,
     }
+    if whole_modules(config, lora.lora_modules_to_save) not in ((), found.options.whole):
+        words = " ".join(lora.lora_modules_to_save)
+        raise UsageError(
+            f"--lora-modules-to-save {words} contradicts the adapter {place}, which has other whole modules; leave the flag out"
+        )
     for name, value in stated.items():
         if name in settings.given and getattr(lora, name) != value:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(lora, name)} contradicts the adapter {place}, which has {value}; leave the flag out"
             )
-    options = found.options
-    return LoRA(
-        options.rank, options.alpha, options.targets, lora.lora_dropout, options.rslora
-    ), found.tensors
+    return replace(found.options, dropout=lora.lora_dropout), found.tensors
 
 
 def _continued(settings: Settings, version: Path, config: ModelConfig) -> AdapterStart:

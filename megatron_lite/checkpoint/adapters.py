@@ -1,46 +1,30 @@
 """Adapters are loaded into an engine and gathered from it: whole matrices by name, whatever shards the ranks hold.
 
-A head of scores that is trained beside adapters belongs to them.
+Modules that are trained whole beside adapters belong to them: a head of scores, the embedding, the head.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from formats.tensor import Box, Bytes, LazyTensor, Shape, matrix_shape
+from formats.tensor import LazyTensor, matrix_shape
 from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
-from megaconv.model.regions import Region
 from megatron_lite.checkpoint.initial_weights import ConstantTensor, RandomTensor, normal
 from megatron_lite.checkpoint.restore import read_range
 from megatron_lite.checkpoint.weights import fill
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
 from megatron_lite.optimizer.zero import Optimizer
+from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo
 
 MASTER = "master"
-
-
-@dataclass(frozen=True)
-class HeldTensor:
-    """A LazyTensor over a matrix that is already in memory."""
-
-    values: Tensor
-    """float32 [rows, cols]."""
-    dtype: str = "float32"
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self.values.shape)
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        part = self.values[box.row0 : box.row1, box.col0 : box.col1].contiguous()
-        out[:] = part.view(torch.uint8).numpy().reshape(out.shape)
 
 
 def load_adapters(engine: Engine, tensors: Mapping[Key, LazyTensor]) -> None:
@@ -57,23 +41,16 @@ def _load(
 ) -> None:
     """Fill some parameters of each chunk, and the optimizer's state."""
     weights = {key.name: tensor for key, tensor in tensors.items() if key.slot == WEIGHT}
-    wanted: set[str] = set()
+    require_fit(engine, list(chain.from_iterable(filled)), weights)
     for module, infos in zip(engine.chunks, filled, strict=True):
         for info in infos:
-            for name, regions in info.native.parts.items():
-                rows = max(region.box.row1 for region in regions)
-                cols = max(region.box.col1 for region in regions)
-                _check(name, weights, rows, cols)
-            wanted |= info.native.parts.keys()
+            missing = info.native.parts.keys() - weights.keys()
+            if missing:
+                raise TensorMismatch(f"{min(missing)} is missing in the adapter")
             if not engine.shards_parameters:
                 # Sharded parameters are filled later, from their masters.
                 parameter = module.get_parameter(info.name)
                 fill(parameter.detach(), info.native, weights)
-    unknown = weights.keys() - wanted
-    if engine.grid.world == 1 and unknown:
-        raise TensorMismatch(
-            f"{min(unknown)} is the adapter of no matrix that has one here; see --lora-targets"
-        )
     if engine.optimizer is not None:
         _load_optimizer(engine.optimizer, tensors)
 
@@ -91,50 +68,85 @@ def _load_optimizer(optimizer: Optimizer, tensors: Mapping[Key, LazyTensor]) -> 
     optimizer.weights_from_masters()
 
 
-def _check(name: str, tensors: Mapping[str, LazyTensor], rows: int, cols: int) -> None:
-    if name not in tensors:
-        raise TensorMismatch(f"{name} is missing in the adapter")
-    have_rows, have_cols = tensors[name].shape
-    if have_rows < rows or have_cols < cols:
+def require_fit(
+    engine: Engine, infos: Sequence[ParameterInfo], weights: Mapping[str, LazyTensor]
+) -> None:
+    """Raise TensorMismatch for a matrix that is too small for this rank's parameters, or that belongs to none of them."""
+    for info in infos:
+        for name, regions in info.native.parts.items():
+            if name not in weights:
+                continue
+            rows = max(region.box.row1 for region in regions)
+            cols = max(region.box.col1 for region in regions)
+            have_rows, have_cols = matrix_shape(tuple(weights[name].shape))
+            if have_rows < rows or have_cols < cols:
+                raise TensorMismatch(
+                    f"{name} has shape {list(weights[name].shape)}, the model needs {rows} x {cols} or more"
+                )
+    known = set(chain.from_iterable(info.native.parts for info in infos))
+    unknown = weights.keys() - known
+    # With several ranks, another one may have the parameter.
+    if engine.grid.world == 1 and unknown:
         raise TensorMismatch(
-            f"{name} has shape {list(tensors[name].shape)}, the model needs {rows} x {cols} or more"
+            f"{min(unknown)} is the adapter of no matrix that has one here; see --lora-targets"
         )
 
 
 def init_adapters(engine: Engine, seed: int) -> None:
     """Initialize adapters: B is zero, so the model is unchanged at first. A is random, with the variance that peft uses.
 
-    The values are the same for every layout. A head of scores keeps its own values.
+    The values are the same for every layout. Modules that are trained whole keep their own values.
     """
-    parts: list[tuple[str, Sequence[Region]]] = []
-    for infos in engine.adapters:
-        for info in infos:
-            parts += info.native.parts.items()
-    widths: dict[str, int] = {}
-    for name, regions in parts:
-        ends = [region.box.col1 for region in regions]
-        widths[name] = max(widths.get(name, 0), *ends)
-    _agree(engine, widths)
+    shapes = _whole_shapes(engine, engine.adapters)
     tensors: dict[Key, LazyTensor] = {}
-    for name, regions in parts:
-        shape = max(region.box.row1 for region in regions), widths[name]
-        if not name.endswith("lora_A.weight"):
-            tensors[Key(name)] = ConstantTensor(shape, 0.0)
-            continue
-        # peft's kaiming_uniform_(a=sqrt(5)) has the variance 1 / (3 · width).
-        std = (3 * widths[name]) ** -0.5
-        own_seed = mix(seed, *name.encode())
-        tensors[Key(name)] = RandomTensor(shape, own_seed, normal(std))
+    for infos in engine.adapters:
+        for name in chain.from_iterable(info.native.parts for info in infos):
+            tensors[Key(name)] = _initial(name, shapes[name], seed)
     _load(engine, engine.adapters, tensors)
 
 
-def _agree(engine: Engine, widths: dict[str, int]) -> None:
-    """Raise each width to its maximum over all ranks. A rank knows only the columns of its own shard. Collective."""
-    if engine.grid.world > 1:
-        everyones: list[dict[str, int]] = [{} for _ in range(engine.grid.world)]
-        dist.all_gather_object(everyones, widths, group=engine.grid.group("world"))
-        for name in widths:
-            widths[name] = max(others.get(name, 0) for others in everyones)
+def _initial(name: str, shape: tuple[int, int], seed: int) -> LazyTensor:
+    """Return the initial values of an adapter's matrix."""
+    if not name.endswith("lora_A.weight"):
+        return ConstantTensor(shape, 0.0)
+    # peft's kaiming_uniform_(a=sqrt(5)) has the variance 1 / (3 · width).
+    std = (3 * shape[1]) ** -0.5
+    own_seed = mix(seed, *name.encode())
+    return RandomTensor(shape, own_seed, normal(std))
+
+
+def _whole_shapes(
+    engine: Engine, held: Sequence[Sequence[ParameterInfo]]
+) -> dict[str, tuple[int, int]]:
+    """Return the shapes of whole matrices, of which each rank knows only its own part. Collective.
+
+    held: parameters of each chunk.
+    """
+    known = [
+        (name, region.box.row1, region.box.col1)
+        for info in chain.from_iterable(held)
+        for name, regions in info.native.parts.items()
+        for region in regions
+    ]
+    found = _largest(known)
+    if engine.grid.world == 1:
+        return found
+    everyones: list[dict[str, tuple[int, int]]] = [{} for _ in range(engine.grid.world)]
+    dist.all_gather_object(everyones, found, group=engine.grid.group("world"))
+    return _largest((name, *shape) for each in everyones for name, shape in each.items())
+
+
+def _largest(ends: Iterable[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
+    """Return the largest number of rows and of columns for each name."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, rows, cols in ends:
+        most_rows, most_cols = found.get(name, (0, 0))
+        found[name] = max(rows, most_rows), max(cols, most_cols)
+    return found
+
+
+_AT_ONCE = 4 << 20
+"""Elements that a rank sends to rank 0 at a time."""
 
 
 @dataclass(frozen=True)
@@ -145,70 +157,96 @@ class _Piece:
     slot: str
     start: int
     values: Tensor
-    """float32, in main memory."""
+    """float32, a view of the optimizer's state, or a copy in main memory."""
+
+    def on_cpu(self) -> "_Piece":
+        """Return a copy in main memory."""
+        return replace(self, values=self.values.cpu().clone())
 
 
 def gather_adapters(engine: Engine) -> dict[Key, Tensor]:
-    """Return the adapters' float32 master weights and optimizer state as whole matrices on rank 0, {} elsewhere. Collective."""
+    """Return the trained float32 master weights and optimizer state as whole matrices on rank 0, {} elsewhere. Collective."""
     engine.finish()
-    pieces = _own_pieces(engine)
-    if engine.grid.world == 1:
-        return _joined(pieces)
-    everyones: list[list[_Piece] | None] = [None] * engine.grid.world
-    is_first = dist.get_rank() == 0
-    world = engine.grid.group("world")
-    dist.gather_object(pieces, everyones if is_first else None, group=world)
-    if not is_first:
-        return {}
-    gathered: list[_Piece] = []
-    for each in everyones:
-        gathered += each or []
-    return _joined(gathered)
+    found: dict[Key, Tensor] = {}
+    shapes = _whole_shapes(engine, engine.trained)
+    for pieces in _everyones(engine, list(_batches(_own_pieces(engine)))):
+        for piece in pieces:
+            _place(piece, found, shapes)
+    return found
 
 
-def _own_pieces(engine: Engine) -> list[_Piece]:
-    """Return the pieces that no other rank contributes."""
+def _own_pieces(engine: Engine) -> Iterator[_Piece]:
+    """Yield the pieces that no other rank contributes."""
     optimizer = engine.optimizer
     assert optimizer is not None
-    pieces: list[_Piece] = []
     for owned in optimizer.ranges():
         info = owned.info
+        if info.is_copy:
+            continue  # another stage has the same tensors
         if not optimizer.distributed and engine.grid.rank_along(info.reduced_over):
             continue  # data-parallel rank 0 has the same tensors
         for slot, flat in owned.tensors.items():
             name = WEIGHT if slot == MASTER else slot
-            values = flat.detach().cpu()
-            pieces.append(_Piece(info.native, name, owned.start, values))
-    return pieces
+            for first in range(0, len(flat), _AT_ONCE):
+                part = flat.detach()[first : first + _AT_ONCE]
+                yield _Piece(info.native, name, owned.start + first, part)
 
 
-def _joined(pieces: list[_Piece]) -> dict[Key, Tensor]:
-    found = {key: torch.zeros(shape) for key, shape in _shapes(pieces).items()}
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield consecutive pieces that have at most _AT_ONCE elements together."""
+    batch: list[_Piece] = []
     for piece in pieces:
-        shape = torch.Size(piece.native.shape)
-        _, cols = matrix_shape(shape)
-        elements = torch.arange(shape.numel()).view(-1, cols)
-        for name, regions in piece.native.parts.items():
-            matrix = found[Key(name, piece.slot)]
-            for region in regions:
-                box = region.box
-                end = region.row + box.rows
-                places = elements[region.row : end] - piece.start
-                here = (places >= 0) & (places < len(piece.values))
-                into = matrix[box.row0 : box.row1, box.col0 : box.col1]
-                into[here] = piece.values[places[here]]
-    return found
+        if batch and sum(len(each.values) for each in batch) + len(piece.values) > _AT_ONCE:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
 
 
-def _shapes(pieces: list[_Piece]) -> dict[Key, tuple[int, int]]:
-    """Return the shapes of the whole matrices: the ends of their last regions."""
-    found: dict[Key, tuple[int, int]] = {}
-    for piece in pieces:
-        for name, regions in piece.native.parts.items():
-            key = Key(name, piece.slot)
-            rows, cols = found.get(key, (0, 0))
-            for region in regions:
-                rows = max(rows, region.box.row1)
-                cols = max(cols, region.box.col1)
-            found[key] = rows, cols
-    return found
+def _everyones(engine: Engine, own: Sequence[list[_Piece]]) -> Iterator[list[_Piece]]:
+    """Yield the pieces of all ranks on rank 0, a batch of each rank at a time; nothing elsewhere. Collective."""
+    if engine.grid.world == 1:
+        yield from own
+        return
+    world, is_first = engine.grid.group("world"), dist.get_rank() == 0
+    count = torch.tensor(float(len(own)), device=engine.grid.device)
+    comm.largest(count, world)
+    for turn in range(int(count)):
+        mine = [piece.on_cpu() for piece in own[turn]] if turn < len(own) else []
+        everyones: list[list[_Piece] | None] = [None] * engine.grid.world
+        dist.gather_object(mine, everyones if is_first else None, group=world)
+        yield from (each for each in everyones if each)
+
+
+def _place(piece: _Piece, found: dict[Key, Tensor], shapes: Mapping[str, tuple[int, int]]) -> None:
+    """Put a piece at its places in the whole matrices, which it makes where they are missing."""
+    _, cols = matrix_shape(tuple(piece.native.shape))
+    for name, regions in piece.native.parts.items():
+        key = Key(name, piece.slot)
+        if key not in found:
+            found[key] = torch.zeros(shapes[name])
+        for region in regions:
+            box = region.box
+            into = found[key][box.row0 : box.row1, box.col0 : box.col1]
+            start, end = region.row * cols, (region.row + box.rows) * cols
+            first = max(start, piece.start)
+            last = min(end, piece.start + len(piece.values))
+            if first < last:
+                values = piece.values[first - piece.start : last - piece.start]
+                _fill_in_order(into, first - start, values)
+
+
+def _fill_in_order(matrix: Tensor, first: int, values: Tensor) -> None:
+    """Fill the elements of a matrix from the `first` one on, row by row."""
+    cols = matrix.shape[1]
+    while len(values):
+        row, col = divmod(first, cols)
+        if col or len(values) < cols:
+            count = min(cols - col, len(values))
+            matrix[row, col : col + count] = values[:count]
+        else:
+            rows = len(values) // cols
+            count = rows * cols
+            matrix[row : row + rows] = values[:count].view(rows, cols)
+        first, values = first + count, values[count:]

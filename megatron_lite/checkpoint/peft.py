@@ -7,8 +7,6 @@ All experts of a layer are one parameter in transformers, and peft stacks their 
 
 The language model inside a multimodal model has the names of transformers' class of the whole model, so that peft loads
 the adapter into it.
-
-A head of scores is stored whole as `score.weight` [labels, hidden] (modules_to_save, task_type SEQ_CLS).
 """
 
 import io
@@ -24,24 +22,28 @@ import torch
 from torch import Tensor
 
 from formats.safetensors import SafetensorsLayout
-from formats.tensor import LazyTensor, read_tensor
+from formats.tensor import LazyTensor
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
 from megaconv.adapters.targets import INSIDE, INSIDE_BY_TYPE, weights_of
-from megaconv.errors import NotExpressible, TensorMismatch
+from megaconv.errors import NotExpressible
 from megaconv.families import family, has_text_only
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import hub_id
 from megaconv.model.config import ModelConfig
-from megatron_lite.checkpoint.adapters import HeldTensor
+from megatron_lite.checkpoint.held_tensor import HeldTensor
+from megatron_lite.checkpoint.whole_modules import (
+    as_floats,
+    fields_of_wholes,
+    read_wholes,
+    stored_wholes,
+)
 from megatron_lite.models.lora.shares import Module, modules_of
 from megatron_lite.settings.options import LoRA
 
 WEIGHTS = "adapter_model.safetensors"
 _A, _B = "lora_A.weight", "lora_B.weight"
-_HEAD = "score.weight"
-"""The head of scores, by its canonical name and in peft's files."""
 
 
 def adapter_files(
@@ -49,22 +51,19 @@ def adapter_files(
 ) -> dict[str, bytes]:
     """Return the contents of the adapter's files by file name.
 
-    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended. A model with
-    a head of scores has its `score.weight` too.
+    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended, or the
+    canonical name of a tensor that was trained whole.
     """
     named = {where.module.name: where.module for where in modules_of(config).values()}
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
-    has_scores = config.has("scores")
-    head = {_HEAD: tensors[_HEAD]} if has_scores else {}
+    wholes = stored_wholes(tensors, config)
     # A model with scores has a class of its own, which holds the language model alone.
-    inside = None if has_scores else _place_inside(base)
+    inside = None if config.has("scores") else _place_inside(base)
     stored = {
         f"base_model.model.{name if inside is None else _inside(name, inside)}": tensor
-        for name, tensor in (_stacked(modules, tensors) | head).items()
+        for name, tensor in (_stacked(modules, tensors) | wholes).items()
     }
-    fields = _described(modules, named.values(), options, base)
-    if has_scores:
-        fields |= _OF_SCORES
+    fields = _described(modules, named.values(), options, base) | fields_of_wholes(wholes, config)
     if inside is not None:
         fields["target_modules"] = _pattern(fields["target_modules"], inside)
     described = json.dumps(fields, indent=2, sort_keys=True) + "\n"
@@ -136,10 +135,6 @@ def _described(
     }  # fmt: skip
 
 
-_OF_SCORES: Mapping[str, Any] = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
-"""Fields of an adapter that has a head of scores."""
-
-
 def _selecting(modules: Iterable[Module], every: Iterable[Module]) -> list[str]:
     """Return the ends of paths that select these modules, and none of the others.
 
@@ -194,9 +189,8 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     """
     adapter = open_adapter(directory)
     described = adapter.config
-    head = _head(adapter.replaced, config, directory)
     refused = [
-        (described.dora, "DoRA"), (adapter.replaced.keys() - head, "whole tensors"), (adapter.tokens, "rows of single tokens"),
+        (described.dora, "DoRA"), (adapter.tokens, "rows of single tokens"),
         (described.ranks, "other ranks for some modules"),
         (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
         (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
@@ -206,11 +200,12 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
             raise NotExpressible(
                 f"{directory}: the adapter has {what}, which can't be trained here; megaconv merge merges it"
             )
+    wholes, whole = read_wholes(adapter, config, directory)
     by_name: defaultdict[tuple[str, str | None], list[Module]] = defaultdict(list)
     for where in modules_of(config).values():
         if where.module not in by_name[where.module.path, where.module.parameter]:
             by_name[where.module.path, where.module.parameter].append(where.module)
-    tensors: dict[str, LazyTensor] = {**head}
+    tensors: dict[str, LazyTensor] = {**wholes}
     adapted: list[Module] = []
     for module, native in weights_of(adapter, family(config.family), config):
         path, _, last = native.name.rpartition(".")
@@ -222,41 +217,14 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
                 f"{directory}: has an adapter of {native.name}, which can't be trained here"
             )
         adapted += own
-        a, b = _floats(module.a), _floats(module.b)
+        a, b = as_floats(module.a), as_floats(module.b)
         for number, each in enumerate(own):
             tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
             tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
     every = [module for listed in by_name.values() for module in listed]
     targets = tuple(_selecting(adapted, every))
     return ReadAdapter(
-        LoRA(described.rank, described.alpha, targets, rslora=described.rslora),
+        LoRA(described.rank, described.alpha, targets, rslora=described.rslora, whole=whole),
         tensors,
         described.base,
     )
-
-
-def _head(
-    replaced: Mapping[str, LazyTensor], config: ModelConfig, directory: Path
-) -> dict[str, LazyTensor]:
-    """Return the adapter's head of scores by name, {} for a model without one. replaced: the adapter's whole tensors.
-
-    Raises NotExpressible if the head is missing, TensorMismatch if it has another shape.
-    """
-    if not config.has("scores"):
-        return {}
-    if _HEAD not in replaced:
-        raise NotExpressible(
-            f"{directory}: the adapter has no head of scores (score.weight), and the model has one; merge the adapter into its base "
-            "(megaconv merge), and start from the result"
-        )
-    found, expected = replaced[_HEAD], (config.head.labels, config.hidden)
-    if tuple(found.shape) != expected:
-        raise TensorMismatch(
-            f"{directory}: score.weight has shape {list(found.shape)}, the model needs {list(expected)}"
-        )
-    return {_HEAD: HeldTensor(_floats(found))}
-
-
-def _floats(tensor: LazyTensor) -> Tensor:
-    stored = torch.from_numpy(read_tensor(tensor)).view(getattr(torch, tensor.dtype))
-    return stored.float().view(tuple(tensor.shape))

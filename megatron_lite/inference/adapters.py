@@ -1,7 +1,8 @@
 """`--adapter NAME=DIR`: LoRA adapters that are computed beside the model's weights, without merging.
 
 All adapters share one set of modules in the engine. It has the largest rank and all targets; a smaller adapter is padded
-with zeros, and its scale is part of its B. Adapter 0 is the model alone.
+with zeros, and its scale is part of its B. Adapter 0 is the model alone. An adapter may have an embedding and a head of
+its own; others use the model's.
 """
 
 from collections.abc import Sequence
@@ -10,17 +11,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from formats.tensor import LazyTensor, Shape
+from formats.tensor import LazyTensor
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
 from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import Key
-from megatron_lite.checkpoint.adapters import HeldTensor, load_adapters
-from megatron_lite.checkpoint.initial_weights import ConstantTensor
+from megatron_lite.checkpoint.adapters import require_fit
+from megatron_lite.checkpoint.held_tensor import HeldTensor
 from megatron_lite.checkpoint.peft import ReadAdapter, read_adapter
+from megatron_lite.checkpoint.weights import fill
 from megatron_lite.engine import Engine
+from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.settings.options import LoRA
 
 BASE = 0
@@ -59,7 +62,8 @@ def joint_options(adapters: Sequence[NamedAdapter]) -> LoRA | None:
     every = [adapter.read.options for adapter in adapters]
     rank = max(options.rank for options in every)
     targets = {target for options in every for target in options.targets}
-    return LoRA(rank, float(rank), tuple(sorted(targets)))
+    whole = {module for options in every for module in options.whole}
+    return LoRA(rank, float(rank), tuple(sorted(targets)), whole=tuple(sorted(whole)))
 
 
 class AdapterBank:
@@ -67,12 +71,17 @@ class AdapterBank:
 
     def __init__(self, engine: Engine, adapters: Sequence[NamedAdapter]) -> None:
         """Load all adapters. Collective. Raises TensorMismatch for an adapter of another model."""
-        self._parameters = _parameters(engine)
-        shapes = _shapes(engine)
-        self._values: list[list[Tensor]] = [[torch.zeros_like(own) for own in self._parameters]]
+        held = [
+            (module, info)
+            for module, infos in zip(engine.chunks, engine.trained, strict=True)
+            for info in infos
+        ]
+        self._parameters = [module.get_parameter(info.name) for module, info in held]
+        base = [own.detach().clone() for own in self._parameters]
+        self._values = [base]
+        infos = [info for _, info in held]
         for adapter in adapters:
-            load_adapters(engine, _padded(adapter.read, shapes, engine))
-            self._values.append([own.detach().clone() for own in self._parameters])
+            self._values.append(_values(engine, infos, adapter.read, base))
         self.names = tuple(adapter.name for adapter in adapters)
         self.current = BASE
         self.select(1 if adapters else BASE)
@@ -82,44 +91,35 @@ class AdapterBank:
         if number == self.current:
             return
         for parameter, value in zip(self._parameters, self._values[number], strict=True):
-            parameter.data.copy_(value)
+            parameter.data = value
         self.current = number
 
 
-def _parameters(engine: Engine) -> list[Tensor]:
-    found: list[Tensor] = []
-    for module, infos in zip(engine.chunks, engine.adapters, strict=True):
-        found += [module.get_parameter(info.name) for info in infos]
+def _values(
+    engine: Engine, infos: Sequence[ParameterInfo], read: ReadAdapter, base: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return an adapter's values of parameters. A parameter of which it has nothing keeps the base's: 0, or the model's own."""
+    tensors = _padded(read, engine)
+    require_fit(engine, infos, tensors)
+    found = []
+    for info, own in zip(infos, base, strict=True):
+        if info.native.parts.keys() <= tensors.keys():
+            own = torch.empty_like(own)
+            fill(own, info.native, tensors)
+        found.append(own)
     return found
 
 
-def _shapes(engine: Engine) -> dict[str, Shape]:
-    """Return the least shapes of the matrices from which this rank reads."""
-    found: dict[str, Shape] = {}
-    for infos in engine.adapters:
-        for info in infos:
-            for name, regions in info.native.parts.items():
-                rows = max(region.box.row1 for region in regions)
-                cols = max(region.box.col1 for region in regions)
-                before = found.get(name, (0, 0))
-                found[name] = max(rows, before[0]), max(cols, before[1])
-    return found
-
-
-def _padded(read: ReadAdapter, shapes: dict[str, Shape], engine: Engine) -> dict[Key, LazyTensor]:
-    """Return the adapter at the engine's rank, with zeros for modules that it has not."""
+def _padded(read: ReadAdapter, engine: Engine) -> dict[str, LazyTensor]:
+    """Return the adapter at the engine's rank, with the scale as a part of each B."""
     options = engine.options.lora
     assert options is not None
-    found: dict[Key, LazyTensor] = {}
-    for name, shape in shapes.items():
-        if name not in read.tensors:
-            found[Key(name)] = ConstantTensor(shape, 0.0)
+    missing = options.rank - read.options.rank
+    found = dict(read.tensors)
     for name, tensor in read.tensors.items():
         assert isinstance(tensor, HeldTensor)
-        missing = options.rank - read.options.rank
         if name.endswith(LORA_A):
-            values = torch.nn.functional.pad(tensor.values, (0, 0, 0, missing))
-        else:
-            values = torch.nn.functional.pad(tensor.values * read.options.scale, (0, missing))
-        found[Key(name)] = HeldTensor(values)
+            found[name] = HeldTensor(pad(tensor.values, (0, 0, 0, missing)))
+        elif name.endswith(LORA_B):
+            found[name] = HeldTensor(pad(tensor.values * read.options.scale, (0, missing)))
     return found

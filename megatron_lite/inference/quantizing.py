@@ -84,7 +84,10 @@ class _Loading:
         path, _, name = info.name.rpartition(".")
         module = network.get_submodule(path)
         is_weight = name == "weight"
-        if is_weight and isinstance(module, Head):
+        if self.engine.options.lora is not None and not info.frozen:
+            # An adapter has this module whole.
+            self._load_plain(network, info)
+        elif is_weight and isinstance(module, Head):
             module.product_of_logits = self._product(info.native)
         elif is_weight and getattr(module, "product", None) is PLAIN:
             setattr(module, "product", self._product(info.native))  # noqa: B010

@@ -11,6 +11,7 @@ from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.loop.run import Run
+from megatron_lite.models.lora.whole import WORDS
 from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.kinds import of_other_kinds
@@ -111,7 +112,9 @@ def _adapter(options: LoRA) -> str:
     kind = "rsLoRA" if options.rslora else "LoRA"
     dropout = f", dropout {options.dropout:g}" if options.dropout else ""
     targets = " ".join(options.targets)
-    return f"{kind} of rank {options.rank}, alpha {options.alpha:g}{dropout} on {targets}"
+    whole = " and ".join(WORDS[module] for module in options.whole)
+    beside = f", with {whole} whole" if whole else ""
+    return f"{kind} of rank {options.rank}, alpha {options.alpha:g}{dropout} on {targets}{beside}"
 
 
 def _introduce_adapters(run: Run, start: AdapterStart) -> None:

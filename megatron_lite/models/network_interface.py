@@ -44,7 +44,8 @@ class Network(nn.Module, ABC):
 
     def is_frozen(self, name: str) -> bool:
         """Return whether a parameter keeps its loaded value. name: its name in this chunk."""
-        return self.plan.options.lora is not None
+        lora = self.plan.options.lora
+        return lora is not None and lora.freezes(name)
 
     def takes(self, lengths: Lengths) -> Wires:
         """Return the shapes of the previous stage's output for a microbatch of these sizes.

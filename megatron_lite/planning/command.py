@@ -15,6 +15,7 @@ from megaconv.model.fields import changed
 from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
 from megatron_lite.models.lora.targets import check_targets
+from megatron_lite.models.lora.whole import whole_modules
 from megatron_lite.models.trainable import (
     check_computed,
     refuse_completions,
@@ -101,8 +102,9 @@ def describe(world: int | None, words: list[str]) -> Described:
     settings = _with_places(settings)
     check_flags(settings)
     check_objective_flags(settings)
-    options = replace(model_options(settings, NO_DROPOUT), lora=_adapters(settings))
-    config = changed(_model(settings), {"dtype": options.dtype})
+    options, model = model_options(settings, NO_DROPOUT), _model(settings)
+    options = replace(options, lora=_adapters(settings, model))
+    config = changed(model, {"dtype": options.dtype})
     check_kind(settings, model_type(settings, config if settings.checkpointing.load else None))
     parallel = settings.parallel
     ranks = world or prod(
@@ -167,13 +169,16 @@ def _with_places(settings: Settings) -> Settings:
     return settings
 
 
-def _adapters(settings: Settings) -> LoRA | None:
+def _adapters(settings: Settings, config: ModelConfig) -> LoRA | None:
     """Return the options of the adapters; None if all weights are trained."""
     if settings.lora.lora_load is not None:
         raise NotExpressible(
             "plan reads no adapter; give --lora-rank and --lora-targets in place of --lora-load"
         )
-    return adapter_options(settings)
+    options = adapter_options(settings)
+    if options is None:
+        return None
+    return replace(options, whole=whole_modules(config, settings.lora.lora_modules_to_save))
 
 
 def _model(settings: Settings) -> ModelConfig:

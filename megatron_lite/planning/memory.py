@@ -58,9 +58,9 @@ def stage_memory(run: Described) -> list[Memory]:
             held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, trained)
         )
         if run.run.frozen:
-            # Beside adapters, only a head of scores is trained.
-            of_scores = trained.parameters - adapters
-            kept += _frozen_bytes(run, share.dense - of_scores, share.experts)
+            # Beside adapters, some modules are trained whole.
+            whole = trained.parameters - adapters
+            kept += _frozen_bytes(run, share.dense - whole, share.experts)
         one = Memory(
             parameters=share.parameters,
             kept=round(kept),

@@ -18,6 +18,7 @@ from megaconv.planning.layer_costs import Machine
 from megaconv.planning.model_size import parameter_count
 from megaconv.planning.run import Run
 from megaconv.planning.step_time import StepTime, step_time
+from megatron_lite.models.lora.whole import WORDS
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.planning.generation import generation_seconds, rows_at_once
 from megatron_lite.planning.gradients import stage_traffic
@@ -219,7 +220,11 @@ class Planned:
         """Yield the memory that belongs to adapters, to a reference model and to completions."""
         adapters = max(one.adapters for one in self.memory)
         if self.run.frozen:
-            yield f"{_INDENT}gradients and optimizer state belong to {adapters:,} parameters of adapters; all others are frozen"
+            lora = self.described.options.lora
+            whole = "".join(f" and {WORDS[module]}" for module in lora.whole) if lora else ""
+            yield (
+                f"{_INDENT}gradients and optimizer state belong to {adapters:,} parameters of adapters{whole}; all others are frozen"
+            )
         reference = max(one.reference for one in self.memory)
         if reference:
             yield f"{_INDENT}the last column includes {readable(reference)} of the reference model"

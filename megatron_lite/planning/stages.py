@@ -15,6 +15,7 @@ from megaconv.model.table import with_beside
 from megaconv.planning.adapters import LayerAdapters
 from megaconv.planning.run import Run
 from megatron_lite.models.lora.shares import Whole, modules_of
+from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.models.mixers.table import stays_in_float32
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParameterInfo, is_partial, tied_along, trained_tensors
@@ -72,6 +73,8 @@ class Described:
             overlaps_gather=self.optimizer.overlap_param_gather,
             vocab_divisor=options.vocab_divisor,
             frozen=options.lora is not None,
+            trains_embedding=EMBEDDING in self._whole,
+            trains_head=HEAD in self._whole,
             adapters=self._adapters_by_kind,
             head_again=self.work.head_again,
             losses=self.work.losses,
@@ -169,9 +172,16 @@ class Described:
         )
 
     def _is_frozen(self, name: str) -> bool:
-        """Return whether a parameter keeps its value. A head of scores is trained whole beside adapters."""
+        """Return whether a parameter keeps its value. Some modules are trained whole beside adapters."""
         of_scores = name == "output_layer.weight" and self.config.has("scores")
-        return self.options.lora is not None and not of_scores
+        lora = self.options.lora
+        return lora is not None and lora.freezes(name) and not of_scores
+
+    @property
+    def _whole(self) -> tuple[str, ...]:
+        """The modules that are trained whole beside adapters."""
+        lora = self.options.lora
+        return () if lora is None else lora.whole
 
 
 def kind_of(native: NativeTensor, config: ModelConfig) -> Kind:

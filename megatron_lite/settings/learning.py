@@ -197,6 +197,10 @@ class Lora:
     )
     lora_dropout: float = flag(0.0, "dropout of the input of adapters")
     lora_rslora: bool = flag(False, "divide alpha by the square root of the rank")
+    lora_modules_to_save: tuple[str, ...] = flag(
+        (),
+        "modules that are trained and saved whole beside the adapters: embed_tokens, lm_head",
+    )
     lora_load: str | None = flag(
         None,
         "adapter to start from, as peft saves it; it sets rank, alpha and modules",

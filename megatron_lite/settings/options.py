@@ -66,6 +66,12 @@ class LoRA:
     """Dropout of the adapters' input."""
     rslora: bool = False
     """Divide alpha by the rank's square root."""
+    whole: tuple[str, ...] = ()
+    """Megatron core's paths of the modules that are trained whole: the embedding, the head."""
+
+    def freezes(self, name: str) -> bool:
+        """Return whether a parameter of the model keeps its value. name: Megatron core's."""
+        return name.rpartition(".")[0] not in self.whole
 
     @property
     def scale(self) -> float:

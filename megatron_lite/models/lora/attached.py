@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
@@ -77,8 +77,14 @@ def _sharding(matrix: nn.Module) -> Sharding | None:
 
 
 @contextmanager
-def without_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the chunks compute without their adapters in this region."""
+def without_adapters(
+    chunks: Iterable[nn.Module], base: Sequence[tuple[nn.Parameter, Tensor]] = ()
+) -> Iterator[None]:
+    """Let the chunks compute without their adapters in this region.
+
+    base: the base's values of parameters that are trained whole beside the adapters.
+    """
+    trained = [(parameter, parameter.data) for parameter, _ in base]
     modules = [module for chunk in chunks for module in chunk.modules()]
     adapters = [
         (module, module.adapter)
@@ -87,11 +93,15 @@ def without_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
     ]
     for module, _ in adapters:
         module.adapter = None  # type: ignore[assignment]  # as before an adapter is attached
+    for parameter, values in base:
+        parameter.data = values
     try:
         yield
     finally:
         for module, adapter in adapters:
             module.adapter = adapter
+        for parameter, values in trained:
+            parameter.data = values
 
 
 def _prepare_before(layer: nn.Module) -> None:

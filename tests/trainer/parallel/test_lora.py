@@ -140,6 +140,8 @@ CASES = [
     Case("nemotron-h", tp=2, sequence_parallel=True, recompute=Recompute("selective")),
     Case("qwen3-5", tp=2),
     Case("gpt-oss", tp=2, ep=2, sequence_parallel=True),
+    Case("llama-whole", tp=2, dp=2, sequence_parallel=True, distributed=True),
+    Case("llama-tied-whole", tp=2, pp=2),
 ]
 FURTHER = [
     Case("llama-all-linear"),
@@ -157,6 +159,10 @@ FURTHER = [
     Case("gpt-oss"),
     Case("gpt-oss", pp=2, dp=2, ep=2, distributed=True),
     Case("gpt-oss", cp=2, recompute=Recompute("full")),
+    Case("llama-whole"),
+    Case("llama-whole", pp=2, cp=2, recompute=Recompute("full")),
+    Case("llama-tied-whole"),
+    Case("llama-tied-whole", pp=2, dp=2, distributed=True),
 ]
 
 

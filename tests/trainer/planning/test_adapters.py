@@ -4,6 +4,7 @@ import pytest
 
 from megaconv.errors import NotExpressible
 from megaconv.planning.activations import activations
+from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.stages import Described
 from megatron_lite.settings.options import LoRA, Recompute
@@ -12,6 +13,7 @@ from tests.trainer.planning.recorded import MODELS, Planned, bytes_of_a_pass, ma
 
 DECODERS = [name for name, config in MODELS.items() if config.family not in ("bert", "t5", "dbrx")]
 ALL = LoRA(4, 8.0)
+WHOLE = LoRA(4, 8.0, whole=(EMBEDDING, HEAD))
 QUERIES_AND_VALUES = LoRA(4, 8.0, ("q_proj", "v_proj"))
 Facts = tuple[object, ...]
 
@@ -69,6 +71,10 @@ def test_shards_of_adapters_are_those_of_a_tensor_rank(model: str, world: World)
         ("mixture", ALL),
         ("mixture", QUERIES_AND_VALUES),
         ("deepseek_v3", ALL),
+        ("qwen3", WHOLE),
+        ("gpt2", WHOLE),
+        ("qwen3", LoRA(4, 8.0, whole=(EMBEDDING,))),
+        ("qwen3", LoRA(4, 8.0, whole=(HEAD,))),
     ],
 )
 def test_activations_beside_frozen_weights_are_those_that_autograd_keeps(

@@ -9,6 +9,7 @@ from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations, recomputed_bytes
 from megaconv.planning.bubble import bubble, timeline
 from megaconv.planning.rank_memory import state_bytes
+from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.planning.gradients import stage_traffic
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.settings.options import LoRA, Recompute
@@ -24,6 +25,7 @@ from tests.trainer.planning.recorded import (
 
 FULL = Recompute("full")
 ADAPTERS = LoRA(4, 8.0)
+WHOLE = LoRA(4, 8.0, whole=(EMBEDDING, HEAD))
 STEPS = [
     Planned("qwen3", tp=2, dp=2, sequence=True, distributed=True),
     Planned("gpt2", tp=2, pp=2, recompute=FULL),
@@ -103,6 +105,11 @@ STEPS = [
     Planned("gpt2", pp=2, dp=2, distributed=True, zero=3, lora=ADAPTERS),
     Planned("llama", dp=4, distributed=True, zero=3, dtype="bfloat16", lora=ADAPTERS),
     Planned("llama, scores", tp=2, dp=2, lora=ADAPTERS),
+    Planned("llama", tp=2, pp=2, sequence=True, lora=WHOLE),
+    Planned("qwen3", tp=2, dp=2, distributed=True, lora=LoRA(4, 8.0, whole=(EMBEDDING,))),
+    Planned("qwen3", dp=2, distributed=True, zero=3, lora=LoRA(4, 8.0, whole=(HEAD,))),
+    Planned("gpt2", pp=2, dp=2, distributed=True, lora=WHOLE),
+    Planned("gpt2", dp=2, distributed=True, zero=3, lora=WHOLE),
     Planned("llama", tp=2, pp=2, sequence=True, pairs=True),
     Planned("qwen3", tp=2, dp=2, distributed=True, recompute=FULL, pairs=True),
     Planned("llama", tp=2, dp=2, sequence=True, pairs=True, lora=ADAPTERS),
@@ -151,6 +158,8 @@ KEPT = [
     Planned("llama", dp=4, dtype="bfloat16", distributed=True, zero=3, wider=4, lora=ADAPTERS),
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4, lora=ADAPTERS),
     Planned("llama, scores", tp=2, dtype="bfloat16", wider=4, lora=ADAPTERS),
+    Planned("llama", tp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
+    Planned("gpt2", pp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
     Planned("gpt2", pp=2, dtype="float32", kind="sgd", wider=4, lora=ADAPTERS),
 ]
 
