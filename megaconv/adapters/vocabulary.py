@@ -136,7 +136,7 @@ def require_rows_of_base(adapter: Adapter, name: str, tensor: LazyTensor, expect
     if len(found) == len(expected) > 1 and found != expected and found[1:] == expected[1:]:
         raise TensorMismatch(
             f"{adapter.weights}: {name} has {found[0]} rows, the base's has {expected[0]}; if the vocabulary was resized before the "
-            "training, resize the base's first (transformers: resize_token_embeddings)",
+            "training, resize the base's first (megaconv convert --tokenizer, or resize_token_embeddings of transformers)",
             code="misshapen-tensor",
         )
 

@@ -9,10 +9,10 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from formats.tensor import LazyTensor, matrix_shape
-from megaconv.errors import TensorMismatch
+from megaconv.errors import TensorMismatch, UsageError
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
 from megatron_lite.checkpoint.initial_weights import ConstantTensor, RandomTensor, normal
@@ -142,6 +142,29 @@ def _largest(ends: Iterable[tuple[str, int, int]]) -> dict[str, tuple[int, int]]
     for name, rows, cols in ends:
         most_rows, most_cols = found.get(name, (0, 0))
         found[name] = max(rows, most_rows), max(cols, most_cols)
+    return found
+
+
+def values_of_base(
+    engine: Engine, weights: Mapping[str, LazyTensor]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the parameters that are trained whole beside adapters, with the base's values.
+
+    weights: of the base, by canonical name. Raises UsageError if this rank has only a part of each parameter.
+    """
+    if engine.shards_parameters:
+        raise UsageError(
+            "--lora-modules-to-save: the reference of --grpo needs whole parameters; choose a --data-parallel-sharding-strategy other "
+            "than optim_grads_params, or --beta 0"
+        )
+    found = []
+    for module, infos in zip(engine.chunks, engine.infos, strict=True):
+        for info in infos:
+            if info.trained:
+                parameter = module.get_parameter(info.name)
+                values = torch.empty_like(parameter, requires_grad=False)
+                fill(values, info.native, weights)
+                found.append((parameter, values))
     return found
 
 

@@ -60,6 +60,11 @@ def read_wholes(
     others = {name: tensor for name, tensor in adapter.replaced.items() if name not in head}
     if not others:
         return head, ()
+    if config.tie_embeddings and not adapter.config.keeps_tie:
+        raise NotExpressible(
+            f"{directory}: the adapter unties the head from the embedding (ensure_weight_tying is not set); "
+            "merge it into its base (megaconv merge)"
+        )
     known = whole_tensors(config)
     found = replaced_tensors(replace(adapter, replaced=others), family(config.family), config)
     trained = {part for native in known.values() for part in native.parts}
@@ -67,11 +72,6 @@ def read_wholes(
         raise NotExpressible(
             f"{directory}: the adapter has whole tensors ({listing(sorted(others))}); beside adapters, only embedding and head can be "
             "trained whole here; megaconv merge merges it"
-        )
-    if config.tie_embeddings and not adapter.config.keeps_tie:
-        raise NotExpressible(
-            f"{directory}: the adapter unties the head from the embedding (ensure_weight_tying is not set); "
-            "merge it into its base (megaconv merge)"
         )
     held: dict[str, LazyTensor] = {
         name: HeldTensor(as_floats(tensor)) for name, tensor in found.items()

@@ -23,11 +23,16 @@ from megatron_lite.settings.config import Logging
 
 
 def flops_per_token(
-    config: ModelConfig, seq: int, decoder_seq: int = 0, *, frozen: bool = False
+    config: ModelConfig,
+    seq: int,
+    decoder_seq: int = 0,
+    *,
+    frozen: bool = False,
+    trains_head: bool = False,
 ) -> float:
     """Return the operations per token, forward and backward.
 
-    frozen: weights have no gradients (4 N instead of 6 N); adapters are not counted.
+    frozen: weights have no gradients (4 N instead of 6 N); adapters are not counted. trains_head: except the head.
     decoder_seq: for T5. Each token of the encoder then includes the decoder's share.
     """
     if config.encoder.layers:
@@ -55,6 +60,7 @@ def flops_per_token(
         elif name == head:
             # Each further predicted token uses the head once more.
             times += config.mtp_layers
+            times *= 1.5 if frozen and trains_head else 1.0
         weights += shape[0] * shape[1] * times
     further = config.mtp_layers * len(predicting_kinds(config))
     kinds = [kind_of_layer(config, layer) for layer in range(config.layer_count + further)]

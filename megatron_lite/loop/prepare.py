@@ -36,6 +36,7 @@ from megatron_lite.loop.savable import check_savable
 from megatron_lite.loop.schedule import make_schedule
 from megatron_lite.loop.stop import Stop
 from megatron_lite.loop.tokenizer import make_tokenizer
+from megatron_lite.models.lora.whole import HEAD
 from megatron_lite.models.trainable import check_computed
 from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.objectives.defaults import with_defaults
@@ -228,8 +229,13 @@ def _meter(basis: Basis, setup: Setup) -> Meter:
     settings, sizes, place = setup.settings, setup.sizes, setup.place
     name = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else None
     peak = settings.logging.peak_tflops or peak_tflops(name)
+    adapters = basis.adapters
     flops = flops_per_token(
-        setup.config, sizes.seq, sizes.decoder_seq, frozen=basis.adapters is not None
+        setup.config,
+        sizes.seq,
+        sizes.decoder_seq,
+        frozen=adapters is not None,
+        trains_head=adapters is not None and HEAD in adapters.options.whole,
     )
     return Meter(flops, place.world, peak, total_samples(settings, sizes, basis.progress))
 

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from formats.tensor import LazyTensor
-from megaconv.errors import UsageError
 from megaconv.model.ir import WEIGHT
+from megatron_lite.checkpoint.adapters import values_of_base
 from megatron_lite.checkpoint.restore import Start
-from megatron_lite.checkpoint.weights import fill, load_weights
+from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.data.tokenizer import Tokenizer
@@ -157,7 +155,7 @@ def _reference(engine: Engine, start: Start | None, setup: Setup) -> LogProbs:
     found = reference_of(start, setup)
     weights = {key.name: tensor for key, tensor in found.tensors.items() if key.slot == WEIGHT}
     if engine.options.lora is not None:
-        base = _values_of_base(engine, weights) if engine.options.lora.whole else []
+        base = values_of_base(engine, weights) if engine.options.lora.whole else []
 
         def of_base(microbatches: Sequence[Microbatch]) -> list[Tensor]:
             with without_adapters(engine.chunks, base):
@@ -167,23 +165,3 @@ def _reference(engine: Engine, start: Start | None, setup: Setup) -> LogProbs:
     reference = Engine(setup.config, engine.grid, engine.options, None)
     load_weights(reference, weights)
     return reference.label_log_probs
-
-
-def _values_of_base(
-    engine: Engine, weights: Mapping[str, LazyTensor]
-) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the parameters that are trained whole beside adapters, with the base's values."""
-    if engine.shards_parameters:
-        raise UsageError(
-            "--lora-modules-to-save: the reference of --grpo needs whole parameters; choose a --data-parallel-sharding-strategy other "
-            "than optim_grads_params, or --beta 0"
-        )
-    found = []
-    for module, infos in zip(engine.chunks, engine.infos, strict=True):
-        for info in infos:
-            if info.trained:
-                parameter = module.get_parameter(info.name)
-                values = torch.empty_like(parameter, requires_grad=False)
-                fill(values, info.native, weights)
-                found.append((parameter, values))
-    return found

@@ -24,14 +24,20 @@ from tests.trainer.loop.launches import train
 
 pytestmark = pytest.mark.oracle
 
-NAMES = ("small", "large")
+NAMES = ("small", "large", "whole")
+WHOLE = ("model.embed_tokens.weight", "lm_head.weight")
 PROMPT = (5, 9, 3, 7, 1)
 
 
 def write_adapter(
-    model: Path, directory: Path, rank: int, alpha: float, ends: tuple[str, ...]
+    model: Path,
+    directory: Path,
+    rank: int,
+    alpha: float,
+    ends: tuple[str, ...],
+    whole: tuple[str, ...] = (),
 ) -> None:
-    """An adapter as peft writes it, with random values for the matrices whose names end so."""
+    """An adapter as peft writes it, with random values for the matrices whose names end so, and for whole tensors."""
     random = torch.Generator().manual_seed(rank)
     tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
@@ -41,6 +47,9 @@ def write_adapter(
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, width, generator=random)
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=random) / 2
+        elif name in whole:
+            noise = torch.randn(weight.shape, generator=random)
+            tensors[f"base_model.model.{name}"] = weight + noise * weight.std()
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -56,12 +65,13 @@ def write_adapter(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, two adapters, and the model with each of them merged."""
+    """`base`, three adapters, and the model with each of them merged."""
     root = tmp_path_factory.mktemp("adapters")
     (root / "base").mkdir()
     save(root / "base")
     write_adapter(root / "base", root / "small", 2, 4.0, ("q_proj", "v_proj"))
     write_adapter(root / "base", root / "large", 4, 2.0, ("o_proj", "up_proj", "down_proj"))
+    write_adapter(root / "base", root / "whole", 3, 6.0, ("k_proj",), WHOLE)
     for name in NAMES:
         megaconv.merge(root / "base", str(root / name), root / f"{name}-merged")
     return root
@@ -87,7 +97,13 @@ def merged_scores(models: Path, directory: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("adapter", "directory"),
-    [(0, "base"), (1, "small-merged"), (2, "large-merged"), (None, "small-merged")],
+    [
+        (0, "base"),
+        (1, "small-merged"),
+        (3, "whole-merged"),
+        (2, "large-merged"),
+        (None, "small-merged"),
+    ],
 )
 def test_an_adapter_scores_as_the_merged_model(
     adapter: int | None, directory: str, together: Opened, models: Path
@@ -121,9 +137,9 @@ def test_adapters_differ(models: Path) -> None:
 
 
 def test_requests_of_all_adapters_run_in_one_batch(together: Opened, models: Path) -> None:
-    requests = [Request(PROMPT, 8, adapter=number) for number in (0, 2, 1, 2)]
+    requests = [Request(PROMPT, 8, adapter=number) for number in (0, 2, 3, 1, 2)]
     answers = [answer.tokens for answer in generate(together.model, requests)]
-    directories = ("base", "large-merged", "small-merged", "large-merged")
+    directories = ("base", "large-merged", "whole-merged", "small-merged", "large-merged")
     for tokens, directory in zip(answers, directories, strict=True):
         [alone] = generate(opened(models / directory).model, [Request(PROMPT, 8)])
         assert tokens == alone.tokens

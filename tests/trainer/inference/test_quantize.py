@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.cli import main
@@ -22,7 +23,7 @@ from megatron_lite.products.int8_kernels import has_int8_products
 from megatron_lite.settings.parallel import Parallel
 from tests.memory import growth
 from tests.trainer.inference.conversations import save
-from tests.trainer.inference.test_adapters import write_adapter
+from tests.trainer.inference.test_adapters import WHOLE, write_adapter
 from tests.trainer.loop.launches import launch as start
 
 pytestmark = [
@@ -154,6 +155,21 @@ def test_adapters_are_computed_beside_the_rounded_matrices(tied: Path, tmp_path:
     effect = (plain.log_probs - plain_base.log_probs).abs().mean()
     error = (found.log_probs - plain.log_probs).abs().mean()
     assert error < effect / 2
+
+
+def test_a_head_that_an_adapter_has_whole_stays_plain(tmp_path: Path) -> None:
+    save(tmp_path / "base", "qwen3", head_dim=16)
+    write_adapter(tmp_path / "base", tmp_path / "own", 4, 8.0, ("down_proj",), WHOLE)
+    model = opened(tmp_path / "base", adapter=[str(tmp_path / "own")]).model
+    [chunk] = model.engine.chunks
+    head = chunk.get_parameter("output_layer.weight")
+    own = load_file(tmp_path / "own" / "adapter_model.safetensors")
+    assert head[: len(own["base_model.model.lm_head.weight"])].equal(
+        own["base_model.model.lm_head.weight"]
+    )
+    [found] = model.score([ROW])
+    expected = score(tmp_path / "base", quantize=None, adapter=[str(tmp_path / "own")])
+    assert (found.log_probs - expected.log_probs).abs().mean() < 0.1
 
 
 def run(*words: object) -> int:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import megaconv
+from megaconv.checkpoint import open_checkpoint
 from tests.trainer.loop.launches import metrics, train
 from tests.trainer.loop.test_manners import refused
 
@@ -65,6 +66,32 @@ def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another
             ), key
 
 
+def test_a_run_with_whole_embedding_and_head_goes_on_to_the_same_bits_and_at_another_layout(
+    tmp_path: Path,
+) -> None:
+    words = f"{FRESH} --lora-modules-to-save embed_tokens lm_head --train-iters 4 --save ckpt"
+    log = train(tmp_path / "whole", 1, words).log(0)
+    assert "on q_proj v_proj linear_fc2, with the embedding and the head whole, fresh: " in log
+    expected = weights(tmp_path / "whole", 4)
+    embedding = expected["base_model.model.model.embed_tokens.weight"]
+    base = open_checkpoint(BASE).tensors["embed.weight"]
+    assert embedding.shape == tuple(base.shape)
+
+    for name, size, layout in (
+        ("same", 1, ""),
+        ("other", 4, "--tp 2 --pp 2 --use-distributed-optimizer"),
+    ):
+        place = tmp_path / name
+        train(place, 1, f"{words} --exit-interval 2")
+        train(place, size, f"{words} --resume {layout}")
+        assert losses(place) == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+        found = weights(place, 4)
+        assert found.keys() == expected.keys()
+        for key, tensor in found.items():
+            is_same = torch.equal(tensor, expected[key])
+            assert is_same or (name == "other" and torch.allclose(tensor, expected[key], atol=1e-4))
+
+
 def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path) -> None:
     command = f"{WORDS.replace('--fp32', '--bf16')} --lora-load {ADAPTER} --train-iters 2 --save ckpt --use-distributed-optimizer"
     ran = train(tmp_path, 2, command)
@@ -110,6 +137,15 @@ def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -
         (f"--lora-load {ADAPTER} --lora-rank 3", "--lora-rank 3 contradicts the adapter"),
         ("--lora-rank 4 --lora-dropout 1", "--lora-dropout 1 has to lie between 0 and 1"),
         (f"--lora-load {BASE}", "has no adapter_config.json"),
+        ("--lora-modules-to-save lm_head", "--lora-modules-to-save requires --lora-rank"),
+        (
+            "--lora-rank 4 --lora-modules-to-save norm",
+            "--lora-modules-to-save norm: is no embedding and no head of this model; there are embed_tokens, lm_head",
+        ),
+        (
+            f"--lora-load {ADAPTER} --lora-modules-to-save lm_head",
+            "--lora-modules-to-save lm_head contradicts the adapter",
+        ),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(

@@ -100,6 +100,8 @@ def test_operations_are_counted_as_published() -> None:
     )
     layer = 4 * 4096 * 4096 + 3 * 4096 * 11008
     assert flops_per_token(config, 4096) == 6 * (32 * layer + 32000 * 4096) + 12 * 32 * 4096 * 4096
+    beside_adapters = flops_per_token(config, 4096, frozen=True, trains_head=True)
+    assert beside_adapters == 4 * 32 * layer + 6 * 32000 * 4096 + 12 * 32 * 4096 * 4096
     of_scores = changed(config, SCORED)
     assert flops_per_token(of_scores, 4096) == 6 * 32 * layer + 12 * 32 * 4096 * 4096
     assert flops_per_token(of_scores, 4096, frozen=True) == 4 * 32 * layer + 12 * 32 * 4096 * 4096

@@ -7,19 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save_file
 
 import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import LayerSplit, Layout, split_layers
-from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
+from megatron_lite.checkpoint.adapters import (
+    gather_adapters,
+    init_adapters,
+    load_adapters,
+    values_of_base,
+)
 from megatron_lite.checkpoint.peft import adapter_files, read_adapter
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.lora.adapter import Adapter
+from megatron_lite.models.lora.attached import without_adapters
+from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
 from tests.trainer.parallel.small import Case as SmallCase
@@ -235,6 +242,10 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
         ("qwen3-5", LoRA(2, 4.0)),
         ("gpt-oss", LoRA(2, 4.0)),
         ("gpt-oss", LoRA(2, 4.0, ("linear_fc1",))),
+        ("llama-whole", LoRA(2, 4.0, whole=(EMBEDDING, HEAD))),
+        ("llama-whole", LoRA(2, 4.0, whole=(HEAD,))),
+        ("llama-tied-whole", LoRA(2, 4.0, whole=(EMBEDDING, HEAD))),
+        ("gpt2-conv1d", LoRA(2, 4.0, whole=(EMBEDDING, HEAD))),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
 )
@@ -349,6 +360,7 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
         (directory / name).write_bytes(content)
     back = read_adapter(directory, engine.config)
     assert (back.options.rank, back.options.scale) == (lora.rank, lora.scale)
+    assert back.options.whole == lora.whole
     assert back.tensors.keys() == saved.keys()
     assert all(torch.equal(tensor.values, saved[name]) for name, tensor in back.tensors.items())
     again = Engine(engine.config, engine.grid, replace(engine.options, lora=back.options), None)
@@ -365,6 +377,79 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     assert logits is not None
     assert unmerged is not None
     assert (logits - unmerged).abs().max() <= 1e-5 * unmerged.abs().max()
+
+
+@pytest.mark.parametrize("model", ["llama-whole", "llama-tied-whole"])
+def test_whole_modules_are_written_as_peft_writes_them(model: str) -> None:
+    """A tied model's tensor has both of its names."""
+    source = open_checkpoint(PEFT / f"peft-{model}" / "base")
+    adapter = read_adapter(TRAINED / f"lora-{model}", source.config)
+    values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
+    files = adapter_files(values, source.config, adapter.options, "base")
+    ours = load(files["adapter_model.safetensors"])
+    theirs = load_file(TRAINED / f"lora-{model}" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    config = json.loads(files["adapter_config.json"])
+    assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
+    assert config.get("ensure_weight_tying", False) == source.config.tie_embeddings
+
+
+def test_only_the_whole_modules_that_are_named_learn_beside_adapters() -> None:
+    lora = LoRA(2, 4.0, ("q_proj",), whole=(HEAD,))
+    engine = make(Case("llama-whole", lora=lora))
+    before = {name: tensor.clone() for _, name, tensor in engine.parameters()}
+    engine.train_step(batches(Case("llama-whole"), 0, engine), 1e-2)
+    changed = {n for _, n, tensor in engine.parameters() if not torch.equal(tensor, before[n])}
+    assert changed == {"output_layer.weight"}
+
+
+def test_a_reference_without_adapters_has_the_embedding_of_the_base() -> None:
+    case = Case("llama-whole")
+    source = open_checkpoint(case.base)
+    engine = make(case)
+    batch = batches(case, 0, engine)[0]
+    adapted = engine.logits(batch)
+    base = values_of_base(engine, source.tensors)
+    with without_adapters(engine.chunks, base):
+        found = engine.logits(batch)
+    plain = Engine(engine.config, engine.grid, replace(engine.options, lora=None), None)
+    load_weights(plain, source.tensors)
+    expected, again = plain.logits(batch), engine.logits(batch)
+    assert found is not None
+    assert expected is not None
+    assert adapted is not None
+    assert again is not None
+    assert torch.equal(found, expected)
+    assert torch.equal(again, adapted)
+    assert not torch.equal(found, adapted)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ("ensure_weight_tying", NotExpressible, "the adapter unties the head from the embedding"),
+        ("model.norm", NotExpressible, r"whole tensors \(.*model.norm.weight.*only embedding and head"),
+        ("rows", TensorMismatch, "has 98 rows, the base's has 99; .* --tokenizer"),
+    ],
+)  # fmt: skip
+def test_whole_tensors_that_cannot_be_trained_are_refused(
+    change: str, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    source = open_checkpoint(PEFT / "peft-llama-tied-whole" / "base")
+    place = PEFT / "peft-llama-tied-whole" / "adapter"
+    tensors = load_file(place / "adapter_model.safetensors")
+    described = json.loads((place / "adapter_config.json").read_text())
+    if change == "rows":
+        tensors = {n: t[:98] if "layers" not in n else t for n, t in tensors.items()}
+    elif change == "model.norm":
+        tensors["base_model.model.model.norm.weight"] = torch.ones(32)
+    else:
+        described[change] = False
+    save_file({n: t.clone() for n, t in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    with pytest.raises(error, match=words):
+        read_adapter(tmp_path, source.config)
 
 
 def test_dropout_of_adapters_is_the_same_at_every_layout_and_when_computed_again(
@@ -392,8 +477,6 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
     adapter = read_adapter(place, source.config)
     values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
     files = adapter_files(values, source.config, adapter.options, "base")
-    from safetensors.torch import load
-
     ours, theirs = (
         load(files["adapter_model.safetensors"]),
         load_file(place / "adapter_model.safetensors"),

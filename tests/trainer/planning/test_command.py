@@ -161,6 +161,7 @@ def test_plan_refuses_the_flags_that_pretrain_refuses(capsys: pytest.CaptureFixt
         ("--lora-rank 4 --lora-targets rotor", "--lora-targets rotor: is no matrix of this model"),
         ("--lora-rank 4 --lora-targets q_proj,k_proj", "leave out the commas: q_proj k_proj"),
         ("--lora-load adapter", "give --lora-rank and --lora-targets in place of --lora-load"),
+        ("--lora-rank 4 --lora-modules-to-save norm", "is no embedding and no head of this model"),
         ("--lora-rank 4 --optimizer muon", "is for whole matrices"),
         ("--grpo --beta 0.1", "--beta needs --load, which is the reference model"),
         ("--grpo --max-completion-length 2048", "has no room for a prompt"),
@@ -204,6 +205,22 @@ def test_adapters_of_an_8b_model_take_a_gpu_that_training_all_weights_does_not_f
     assert "% of the 80.00 GiB of h100\n" in out
     assert main(llama_8b.split()) == 0
     assert "so it does not fit" in capsys.readouterr().out
+
+
+def test_embedding_and_head_beside_adapters_have_gradients_and_state(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lora = planned(capsys, f"{llama_8b} --lora-rank 16")
+    words = f"{llama_8b} --lora-rank 16 --lora-modules-to-save embed_tokens lm_head"
+    whole = planned(capsys, words)
+    (adapted,), (beside,) = lora["stages"], whole["stages"]
+    of_vocabulary = 2 * 128_256 * 4096
+    assert beside["state_bytes"] - adapted["state_bytes"] == of_vocabulary * 16
+    assert beside["adapter_parameters"] == adapted["adapter_parameters"]
+    assert whole["terms"]["compute"] > lora["terms"]["compute"]
+    assert main(words.split()) == 0
+    expected = "parameters of adapters and the embedding and the head; all others are frozen"
+    assert expected in capsys.readouterr().out
 
 
 def test_words_of_finetune_are_planned_as_they_stand(

@@ -73,7 +73,7 @@ COMMANDS = {
     ),
     "text, balanced": Command(f"pretrain {MIXTRAL} --train-iters 2 --moe-router-load-balancing-type aux_loss"),
     "pairs": Command(
-        f"{test_preference_runs.WORDS} --eval-iters 0 --lora-rank 4 --train-iters 2 --save ckpt",
+        f"{test_preference_runs.WORDS} --eval-iters 0 --lora-rank 4 --lora-modules-to-save lm_head --train-iters 2 --save ckpt",
         test_preference_runs.write_pairs,
     ),
     "scores of pairs": Command(SCORES, _write_pairs, "--resume"),

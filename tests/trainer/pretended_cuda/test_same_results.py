@@ -1,10 +1,12 @@
 """Training on a pretended GPU gives the losses of a CPU, mixes no devices, and waits no more often than it may."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
 from megaconv.model.predicting import predicting_kinds
+from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.settings.options import FP8, Balancing, LoRA, QkClip
 from tests.trainer.parallel.small import FULL, MODELS, SELECTIVE, Case
 from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
@@ -95,6 +97,9 @@ FURTHER = {
     "delayed fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="delayed"))))),
     "dropout": Option(Case("qwen3", recompute=FULL, options=DROPOUT)),
     "lora": Option(Case("llama", options=(("lora", LORA),))),
+    "lora, embedding and head whole": Option(
+        Case("qwen3", options=(BF16, ("lora", replace(LORA, whole=(EMBEDDING, HEAD)))))
+    ),
     "clipped scores": Option(
         Case("qwen3", kind="muon", masked=False, qk_clip=QkClip(threshold=0.5)), waits=2
     ),
