@@ -3,6 +3,7 @@
 peft_files      a directory as peft saves it: its configuration, and its tensors by the module that each belongs to
 mlx_files       a directory as mlx-lm saves it
 opening         a directory of either
+named_tensors   the tensors of a model by the names that an adapter uses
 targets         the tensors of the model that a module's adapter changes
 low_rank        the arithmetic: what an adapter adds, and how peft adds it, bit for bit
 merging         a source whose tensors have adapters merged into them

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor
+from megaconv.adapters.named_tensors import INSIDE, INSIDE_BY_TYPE
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
-from megaconv.adapters.targets import INSIDE, INSIDE_BY_TYPE, weights_of
+from megaconv.adapters.targets import weights_of
 from megaconv.errors import NotExpressible
 from megaconv.families import family, has_text_only
 from megaconv.families.parts.hf_config import load_config
