@@ -5,6 +5,9 @@ LayerNorm and learned positions. T5ForConditionalGeneration has none of these. m
 its own keys, and refuses features that the other side lacks.
 """
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import model_keys
@@ -284,10 +287,9 @@ TIED, SCALED = "tie_word_embeddings", "scale_decoder_outputs"
 
 
 def _read_head(raw: Raw) -> Fields:
-    """True if the head is tied. Outputs are scaled if it is, and only then.
+    """The head as config.json describes it. If outputs are scaled, they are divided by the root of the hidden size.
 
-    transformers 5 writes tie_word_embeddings true for each T5, and a head of its own as lm_head.weight: only
-    scale_decoder_outputs tells both kinds apart.
+    transformers 5 writes tie_word_embeddings true for each T5: scale_decoder_outputs tells T5 and T5 1.1 apart.
     """
     tied = need_flag(raw, TIED, True)
     scaled = need_flag(raw, SCALED, tied)
@@ -296,7 +298,21 @@ def _read_head(raw: Raw) -> Fields:
             f"{CONFIG_NAME}: {SCALED} true with {TIED} false is not supported: T5's outputs are scaled if its head is tied, and "
             "only then; correct one of them"
         )
-    return {"tie_embeddings": scaled}
+    divisor = need_size(raw, "d_model") ** 0.5 if scaled else None
+    return {"tie_embeddings": tied, "head.divisor": divisor}
+
+
+def _write_head(config: ModelConfig) -> Raw:
+    """The head. Only transformers 5 knows the key for a tied head without a scale."""
+    if config.tie_embeddings and config.head.divisor is None:
+        return {TIED: True, SCALED: False}
+    return {TIED: config.tie_embeddings}
+
+
+def _with_stored_head(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """Set by the tensors whether a T5 1.1 has a head of its own. Files of transformers 5 say that all heads are tied."""
+    is_own = config.head.divisor is None and "lm_head.weight" in names
+    return replace(config, tie_embeddings=False) if is_own else config
 
 
 FIXED = {"positions.kind": "relative", "attention.scale": 1.0}
@@ -324,7 +340,7 @@ KEYS = (
     size("relative_attention_max_distance", "positions.max_distance", 128),
     Keys((_KIND, "dense_act_fn", "is_gated_act"), _read_activation, _write_activation),
     *without_keys(model_keys(tied=True, tokens=(None, 1, 0)), TIED),
-    Keys((TIED, SCALED), _read_head, lambda config: {TIED: config.tie_embeddings}),
+    Keys((TIED, SCALED), _read_head, _write_head),
     Keys(
         ("decoder_start_token_id",),
         lambda raw: {},
@@ -349,6 +365,7 @@ FAMILY = Family(
     fixed=FIXED,
     only=ONLY,
     ignored=IGNORED,
+    complete=_with_stored_head,
     recognized="encoder",
     aliases=ALIASES,
 )

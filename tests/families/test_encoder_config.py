@@ -85,6 +85,7 @@ def t5s(draw: Draw) -> ModelConfig:
             "mlp.bias": bias,
             "tie_embeddings": tied,
             "head.bias": tied,
+            "head.divisor": None,
             "pad_token_id": None,
             "eos_token_id": None,
             **(found if positions == "relative" else dict.fromkeys(found, 0)),
@@ -166,7 +167,15 @@ def test_a_decoder_has_nothing_of_an_encoder() -> None:
 OF_TASK = read(BERT | {"architectures": ["MegatronBertForSequenceClassification"]})
 REFUSED = (
     read(BERT | {"hidden_act": "gelu"}),
-    changed(read(T5), {"attention.scale": None, "head.bias": True, "mlp.activation": "gelu"}),
+    changed(
+        read(T5),
+        {
+            "attention.scale": None,
+            "head.bias": True,
+            "head.divisor": None,
+            "mlp.activation": "gelu",
+        },
+    ),
 )
 
 

@@ -408,6 +408,52 @@ def test_a_head_of_its_own_is_known_by_the_scale_of_outputs(newer_t5: Path, tmp_
     assert torch.equal(t5_logits(copy), t5_logits(newer_t5))
 
 
+@pytest.mark.parametrize("activation", ["relu", "gated-gelu", "gated-silu"])
+@pytest.mark.parametrize("saver", ["hf", "dcp"])
+def test_a_shared_head_without_a_scale_is_read_as_transformers_5_saves_it(
+    saver: str, activation: str, tmp_path: Path
+) -> None:
+    """A T5 1.1 that was made with transformers 5: it has no head of its own."""
+    import transformers
+
+    config = transformers.T5Config(
+        **T5_SIZES, feed_forward_proj=activation, tie_word_embeddings=False
+    )
+    torch.manual_seed(6)
+    source = tmp_path / "source"
+    transformers.T5ForConditionalGeneration(config).save_pretrained(source)
+    said = said_by(source)
+    assert (said["tie_word_embeddings"], said["scale_decoder_outputs"]) == (True, False)
+    assert "lm_head.weight" not in load_file(source / "model.safetensors")
+    found = open_checkpoint(source).config
+    assert (found.tie_embeddings, found.head.divisor) == (True, None)
+
+    convert(source, tmp_path / "there", saver)
+    copy = convert(tmp_path / "there", tmp_path / "copy", "hf")
+    tensors, expected = (load_file(path / "model.safetensors") for path in (copy, source))
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    assert said_by(copy)["scale_decoder_outputs"] is False
+    assert torch.equal(t5_logits(copy), t5_logits(source))
+    (copy / "config.json").write_text(json.dumps(families()["t5"].write_hf(found)))
+    assert torch.equal(t5_logits(copy), t5_logits(source))
+
+
+def test_a_tied_t5_divides_its_outputs_by_the_root_of_the_width(hf_t5: Path) -> None:
+    config = open_checkpoint(hf_t5).config
+    assert config.head.divisor == config.hidden**0.5
+
+
+def test_a_t5_of_transformers_4_without_its_own_head_is_refused(
+    newer_t5: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(newer_t5 / "model.safetensors")
+    del tensors["lm_head.weight"]
+    broken = save_as(tmp_path / "broken", newer_t5, tensors, tie_word_embeddings=False)
+    with pytest.raises(TensorMismatch, match=r"lm_head\.weight"):
+        open_checkpoint(broken)
+
+
 def test_outputs_that_are_scaled_without_a_tied_head_are_refused(
     newer_t5: Path, tmp_path: Path
 ) -> None:
