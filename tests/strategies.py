@@ -273,6 +273,7 @@ BETWEEN_FILES = (
         "zamba",
         "zamba2",
         "zaya",
+        "inkling_text",
         "muse_glimmer_text",
         "muse_spark_text",
     ),
@@ -357,6 +358,9 @@ def own_fields(family: str) -> dict[str, Any]:
         sizes = {"width": 8, "state": 3, "conv": 4, "rank": 2, "heads": 2}
         inputs = {f"mamba1.{name}": size for name, size in sizes.items()}
         inputs |= {"layers.block": True, "blocks.count": 1}
+    if family == "inkling_text":
+        sizes = {"relative.width": 2, "relative.extent": 3, "sublayer_conv": 2}
+        inputs = {**sizes, "experts.scored_shared": 2}
     if family == "zaya":
         inputs = {"convolved.channels": 3, "convolved.heads": 2, "experts.router_width": 5}
         inputs |= {"attention.kv_heads": 2}

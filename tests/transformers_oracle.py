@@ -1081,6 +1081,13 @@ MAMBA_1: dict[str, Any] = {
 ZAMBA: dict[str, Any] = {
     "mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "n_mamba_heads": 4, "rms_norm_eps": 1e-3,
 }  # fmt: skip
+INKLING: dict[str, Any] = {
+    "head_dim": 12, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 10, "d_rel": 5, "rel_extent": 9,
+    "sliding_window_size": WINDOW, "conv_kernel_size": 3, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 3, "route_scale": 2.0, "unpadded_vocab_size": 125, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"], "log_scaling_n_floor": 6, "rope_parameters": None,
+    "eos_token_id": 4,
+}  # fmt: skip
 ZAYA: dict[str, Any] = {
     "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "router_hidden_size": 10, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -1128,6 +1135,18 @@ CONVERTED = {
     ),
     "doge, with windows": Variant(
         "doge", {"sliding_window": WINDOW, "head_dim": 6, "tie_word_embeddings": True}, {"one less": {"sliding_window": WINDOW - 1}},
+    ),
+    "inkling_text": Variant(
+        "inkling_text",
+        INKLING,
+        {"epsilon": {"rms_norm_eps": 1e-5}, "one less": {"unpadded_vocab_size": 124}, "scale": {"route_scale": 1.0},
+         "later growth": {"log_scaling_n_floor": 9}, "less growth": {"log_scaling_alpha": 0.01}, "no growth": {"log_scaling_n_floor": None},
+         "one expert": {"num_experts_per_tok": 1}, "divisor": {"logits_mup_width_multiplier": 1.0}},
+    ),
+    "inkling_text, without windows": Variant(
+        "inkling_text",
+        {**INKLING, "layer_types": ["hybrid"] * 4, "unpadded_vocab_size": None, "log_scaling_n_floor": None, "n_shared_experts": 1,
+         "mlp_layer_types": ["sparse"] * 4},
     ),
     "zaya": Variant(
         "zaya",

@@ -17,11 +17,10 @@ from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD
 from megaconv.families.parts.experts import MOE_NORM
 from megaconv.families.parts.key_changes import with_defaults, without_keys
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, flags, need_size, size
-from megaconv.families.parts.layer_mixers import LAYER_TYPES, layer_words
+from megaconv.families.parts.layer_mixers import LAYER_TYPES
 from megaconv.families.parts.layer_ropes import partial_layer_ropes
 from megaconv.families.parts.row_changes import hf_only, with_head_bias
-from megaconv.model.config import ModelConfig
-from megaconv.model.fields import one_or_each
+from megaconv.families.parts.windows import windows_by_words
 from megaconv.model.table import Row, Stacked
 
 _HF, _OWN = "model.layers.{l}.", "layers.{l}."
@@ -80,22 +79,7 @@ _RESIDUALS = (
 )  # fmt: skip
 ROWS = hf_only(with_head_bias((EMBEDDING, *_ATTENTION, *_MLP, *_RESIDUALS, *HEAD)))
 
-_FULL, _WINDOWED = KINDS = ("hybrid", "hybrid_sliding")
-_WINDOW = "sliding_window"
-
-
-def _read_layers(raw: Raw) -> Fields:
-    """The window of each layer. Other layers have none, whatever sliding_window says."""
-    layers = need_size(raw, "num_hidden_layers", 40)
-    words = layer_words(raw, KINDS, layers, lambda: [_FULL] * layers)
-    window = need_size(raw, _WINDOW) if _WINDOWED in words else None
-    windows = tuple(window if word == _WINDOWED else None for word in words)
-    return {"layers.window": one_or_each(windows)}
-
-
-def _write_layers(config: ModelConfig) -> Raw:
-    words = [_FULL if kind.window is None else _WINDOWED for kind in config.layers]
-    return {LAYER_TYPES: words, _WINDOW: config.window}
+KINDS = ("hybrid", "hybrid_sliding")
 
 
 def _read_width(raw: Raw) -> Fields:
@@ -106,7 +90,7 @@ def _read_width(raw: Raw) -> Fields:
 def _require_ropes(raw: Raw) -> None:
     """Raise CorruptCheckpoint if rope_parameters lacks a kind of layers that the model has: the class takes no default then."""
     stated = raw.get("rope_parameters")
-    kinds = [kind for kind in KINDS if kind in (raw.get(LAYER_TYPES) or [_FULL])]
+    kinds = [kind for kind in KINDS if kind in (raw.get(LAYER_TYPES) or KINDS[:1])]
     missing = [kind for kind in kinds if isinstance(stated, dict) and not stated.get(kind)]
     if missing:
         raise CorruptCheckpoint(
@@ -142,7 +126,7 @@ _BODY = decoder_keys(
 _KEYS = (
     *with_defaults(without_keys(_BODY, "intermediate_size", "partial_rotary_factor"), _DEFAULTS),
     ATTENTION_BIASES,
-    Keys((LAYER_TYPES, _WINDOW), _read_layers, _write_layers),
+    windows_by_words(KINDS, "sliding_window", lambda raw, layers: ["hybrid"] * layers, layers=40),
     size("cca_time0", "convolved.channels", 2),
     size("cca_time1", "convolved.heads", 2),
     size("num_experts", "experts.count", 16),

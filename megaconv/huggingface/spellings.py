@@ -16,10 +16,12 @@ from megaconv.model.naming import (
 _SEPARATE = (
     *(".block_sparse_moe.", ".mlp.gate.weight_1", ".attention.wkv_b."),
     "L_module.layers.0.self_attn.",
+    ".attn.wq_du.",
 )
 """Parts of names in files in which each expert has tensors of its own, under other names than in transformers' class:
-names of Mixtral's, the second router of ERNIE 4.5 VL, and Mistral Large 4's latent attention. The last is of transformers'
-class of HRM-Text, whose published files have q, k, v and a gate in one tensor."""
+names of Mixtral's, the second router of ERNIE 4.5 VL, and Mistral Large 4's latent attention. The next one is of
+transformers' class of HRM-Text, whose published files have q, k, v and a gate in one tensor; the last is of Inkling's published
+files."""
 _FUSED = ".self_attn.att_proj."
 """Part of the names of files with q, k and v in one tensor, under other names than those of transformers' class."""
 _STACKED = (".experts.gate_up_proj", ".experts.down_proj")

@@ -55,7 +55,10 @@ class ModelConfig(DescribedModel):
             "kv_and_rope": self.latent.kv_rank + rope_dim,
             "rope_pairs": rope_dim // 2,
             "expert_hidden": self.experts.latent or self.hidden,
-            "routes": self.experts.count + self.experts.zero + self.experts.optional,
+            "routes": self.experts.count
+            + self.experts.zero
+            + self.experts.optional
+            + self.experts.scored_shared,
             "attn_v_dim": self.attention.value_dim,
             "position_rows": self.max_positions + self.positions.offset,
             "half_values": self.attention.kv_heads * self.attention.head_dim // 2,

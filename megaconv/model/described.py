@@ -21,6 +21,7 @@ from megaconv.model.mixers import (
     Mamba,
     Mamba1,
     Recurrent,
+    RelativeAttention,
     SharedBlocks,
     ShortConvolution,
 )
@@ -70,6 +71,7 @@ class DescribedModel:
     block_indexer: BlockIndexer = field(default_factory=BlockIndexer)
     compressed: CompressedAttention = field(default_factory=CompressedAttention)
     convolved: ConvolvedAttention = field(default_factory=ConvolvedAttention)
+    relative: RelativeAttention = field(default_factory=RelativeAttention)
     linear: LinearAttention = field(default_factory=LinearAttention)
     mamba: Mamba = field(default_factory=Mamba)
     mamba1: Mamba1 = field(default_factory=Mamba1)
@@ -93,6 +95,11 @@ class DescribedModel:
     """A factor on the output of each attention and each MLP, before it is added; None for 1."""
     weighted_residuals: bool = False
     """True if the values that a sublayer's output is added to have a stored factor for each element (Doge)."""
+    sublayer_conv: int = 0
+    """Width in positions, including the token's own, of convolutions over single channels of keys, of values, and of the
+    outputs of attention and of MLPs or experts (Inkling). Each is added to its input. 0: there are none."""
+    stored_scales: bool = False
+    """True if a stored number scales the output of each dense MLP, and another one the weights of experts (Inkling)."""
     affine_residuals: bool = False
     """True if both sides of each residual sum, and the embedding, have a stored number for each element that is added to
     them, and then one that scales them (Zaya)."""
@@ -160,7 +167,9 @@ class DescribedModel:
         """The sizes of one layer that differ from the model's in the shapes of its tensors."""
         rows = self.layers[layer].ngram_rows
         tables = {"ngram_rows": rows} if rows else {}
-        return {**self.own_sizes(layer), **tables, **self.block_places.get(layer, {})}
+        window = self.layers[layer].window
+        profiles = {"relative_extent": window} if self.relative.width and window else {}
+        return {**self.own_sizes(layer), **tables, **profiles, **self.block_places.get(layer, {})}
 
     @cached_property
     def block_places(self) -> Mapping[int, Mapping[str, int]]:

@@ -103,6 +103,7 @@ _SWITCHES = (
     "hyper.streams",
     "indexer.heads",
     "recurrence.high",
+    "relative.width",
     "retrieval.layers",
     "streams.count",
 )
@@ -138,7 +139,7 @@ def _of_single_norms_without_effect(config: ModelConfig) -> Iterator[str]:
         yield "experts.normed_latent"
 
 
-OF_WORDS = ("head.bias", "head.logit_cap", "head.divisor", "head.normalized")
+OF_WORDS = ("head.bias", "head.logit_cap", "head.divisor", "head.normalized", "head.left_out")
 """Fields of a head for words alone."""
 
 

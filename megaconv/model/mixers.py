@@ -87,6 +87,17 @@ class ConvolvedAttention:
 
 
 @dataclass(frozen=True)
+class RelativeAttention:
+    """Attention with a bias by distance that depends on the token (Inkling). Each head of a query has a vector of `width`
+    elements, which weights as many stored profiles: rows of a matrix with a column for each distance. Beyond `extent`, the
+    bias is 0. Scores are divided by head_dim instead of its root. All sizes are 0 in models without it."""
+
+    width: int = 0
+    extent: int = 0
+    """Distances of a profile in layers without a window. In the others, it is the window."""
+
+
+@dataclass(frozen=True)
 class Mamba1:
     """The layers with mixer `mamba1`: Mamba 1 (arXiv 2312.00752). All sizes are 0 in models without such layers."""
 

@@ -20,6 +20,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_sources(model)
     _check_compressed(model)
     _check_convolved(model)
+    _check_relative(model)
     _check_head(model)
     _check_linear(model)
     _check_mamba(model)
@@ -141,10 +142,18 @@ def _check_convolved(model: DescribedModel) -> None:
         )
 
 
-def _check_head(model: DescribedModel) -> None:
-    if model.predicted < 1:
+def _check_relative(model: DescribedModel) -> None:
+    found = model.relative
+    if found.width and not found.extent:
         raise CorruptCheckpoint(
-            f"the model can't have {model.vocab} tokens, {model.head.unpredicted} of them without a row of the head"
+            f"the model can't have {found.width} profiles of biases over {found.extent} distances"
+        )
+
+
+def _check_head(model: DescribedModel) -> None:
+    if model.predicted - model.head.left_out < 1:
+        raise CorruptCheckpoint(
+            f"the model can't have {model.vocab} tokens, {model.head.unpredicted + model.head.left_out} of them without a logit"
         )
 
 

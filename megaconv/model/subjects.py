@@ -148,6 +148,9 @@ class Temperature:
     offset: int = 0
     power: bool = False
     """True if the factor is a power."""
+    from_interval: bool = False
+    """True if the factor is 1 + scale * log(max(1, (position + 1) / interval)), also on biases of scores, in layers without a
+    window (Inkling)."""
     everywhere: bool = False
     """True if the factor applies in all layers. False: in layers that rope doesn't rotate."""
 
@@ -273,6 +276,9 @@ class Experts:
     """Width of one routed expert."""
     zero: int = 0
     """Number of further experts that a router may select, which return their input (LongCat-Flash)."""
+    scored_shared: int = 0
+    """Number of shared experts, as wide as the routed ones, that the router scores as well (Inkling). The weights of these
+    and of the selected experts are normalized together. 0: shared experts have no weights."""
     optional: bool = False
     """True if a router may also select nothing (Zaya). It then has one output more than there are experts."""
     router_width: int = 0
@@ -393,6 +399,8 @@ class Head:
     """True if each row of the head's matrix is divided by its length before it is multiplied with the hidden states."""
     unpredicted: int = 0
     """Tokens at the end of the vocabulary that the head has no rows for: the model reads them and never predicts them."""
+    left_out: int = 0
+    """Tokens at the end of the vocabulary whose logits are left out, although the head has rows for them."""
     labels: int = 0
     """Number of scores that the head gives for each token, instead of one for each token of the vocabulary: of a reward
     model, a critic or a classifier. 0 in a language model."""

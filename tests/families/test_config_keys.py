@@ -35,7 +35,11 @@ SILENT = {
     *(("sarvam_mla", key) for key in ("head_dim", "qk_head_dim", "num_key_value_heads", "q_head_dim")),
     # of experts, which the model doesn't have
     *(("doge", key) for key in ("num_experts", "num_experts_per_tok", "norm_topk_prob")),
+    # not computed with by the class, or of layers for multi-token prediction, which are left out
+    *(("inkling_text", key) for key in ("rms_norm_eps_moe_gate", "num_mtp_layers", "chain_hidden_post_norm", "mtp_hidden_states_first",
+                                        "mtp_local_layer_ids")),
     # another key says it layer by layer
+    ("inkling_text", "dense_mlp_idx"), ("inkling_text", "local_layer_ids"),
     ("zamba", "attn_layer_period"), ("zamba", "attn_layer_offset"),
     ("deepseek_v32", "first_k_dense_replace"), ("glm_moe_dsa", "first_k_dense_replace"),
     ("axk1", "first_k_dense_replace"), ("axk2", "first_k_dense_replace"), ("lfm2", "full_attn_idxs"),
@@ -95,7 +99,7 @@ SILENT = {
 
 WITHOUT_COMMON_WINDOWS = (
     "roberta",
-    *("nemotron_h", "iquestcoder", "recurrent_gemma", "modernbert_decoder"),
+    *("nemotron_h", "inkling_text", "iquestcoder", "recurrent_gemma", "modernbert_decoder"),
     *OF_T5,
 )
 """Families that have no windows, or keys of their own for them."""

@@ -27,6 +27,7 @@ INSIDE = (
     ("model.", "model.language_model."),
     ("model.", "model.text_model."),
     ("model.", "model.transformer."),
+    ("model.", "model.llm."),
     OF_THINKER,
 )
 """(prefix of a name, the same prefix inside a multimodal model)."""
@@ -95,6 +96,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "muse_glimmer_text": {"vocab_size": 202048, "hidden_size": 6656, "num_hidden_layers": 52, "num_attention_heads": 32},
     "muse_spark_text": {"vocab_size": 202048, "hidden_size": 8192, "num_hidden_layers": 62, "num_attention_heads": 128},
     "qwen4_exp_text": {"vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16},
+    "inkling_text": {"vocab_size": 201024, "hidden_size": 6144, "num_hidden_layers": 66, "num_attention_heads": 64},
     "molmo2_text": {"vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32},
     "mllama_text_model": {
         "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40, "num_attention_heads": 32,

@@ -11,7 +11,7 @@ from megaconv.families.parts.keys import (
     Raw,
     need_size,
 )
-from megaconv.families.parts.layer_mixers import layer_words
+from megaconv.families.parts.layer_mixers import LAYER_TYPES, layer_words
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import one_or_each, per_layer
 
@@ -70,6 +70,37 @@ def windows_by_layer(
         return {"sliding_window": config.window or default, "layer_types": layer_types(config)}
 
     return Keys(("sliding_window", "layer_types", *pattern), read, write)
+
+
+def windows_by_words(
+    words: tuple[str, str],
+    key: str,
+    usual: Callable[[Raw, int], list[str]],
+    *,
+    layers: int,
+    window: int | None = None,
+    others: tuple[str, ...] = (),
+) -> Keys:
+    """A window in the layers that layer_types names. Other layers have none, whatever `key` says.
+
+    words: of layers without a window and with one. key: the key of the window. usual: (config.json, number of layers) -> the
+    words if layer_types is missing. layers, window: the values if num_hidden_layers and `key` are missing. others: further keys
+    that `usual` reads.
+    """
+    full, windowed = words
+
+    def read(raw: Raw) -> Fields:
+        count = need_size(raw, "num_hidden_layers", layers)
+        listed = layer_words(raw, words, count, lambda: usual(raw, count))
+        size_of_window = need_size(raw, key, window) if windowed in listed else None
+        each = tuple(size_of_window if word == windowed else None for word in listed)
+        return {"layers.window": one_or_each(each)}
+
+    def write(config: ModelConfig) -> Raw:
+        listed = [full if kind.window is None else windowed for kind in config.layers]
+        return {LAYER_TYPES: listed, key: config.window or window}
+
+    return Keys((LAYER_TYPES, key, *others), read, write)
 
 
 def window_or_layers(default: int) -> Keys:
