@@ -60,9 +60,7 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
     found = Changes(names.config)
     found.replaced = _replaced(adapter, names)
     require_token_rows(adapter, tied=config.tie_embeddings)
-    for name, tensor in adapter.tokens.items():
-        canonical = names.matrix(name)
-        found.tokens[canonical] = token_rows(adapter, name, tensor, names.shapes[canonical])
+    found.tokens = _rows(adapter, names)
     if weight != 1 and (found.replaced or found.tokens):
         first_names = ", ".join(sorted({*adapter.replaced, *adapter.tokens})[:3])
         raise NotExpressible(
@@ -77,6 +75,21 @@ def changes_of(adapter: Adapter, weight: float, family: Family, config: ModelCon
                     "which another module does too"
                 )
             found.deltas[name] = change
+    return found
+
+
+def changed_rows(adapter: Adapter, family: Family, config: ModelConfig) -> dict[str, TokenRows]:
+    """The new rows of single tokens by canonical name of the matrix. Raises TensorMismatch, NotExpressible."""
+    names = NamedTensors(family, config, str(adapter.weights))
+    require_token_rows(adapter, tied=config.tie_embeddings)
+    return _rows(adapter, names)
+
+
+def _rows(adapter: Adapter, names: NamedTensors) -> dict[str, TokenRows]:
+    found = {}
+    for name, tensor in adapter.tokens.items():
+        canonical = names.matrix(name)
+        found[canonical] = token_rows(adapter, name, tensor, names.shapes[canonical])
     return found
 
 

@@ -75,7 +75,7 @@ def _kept_by(run: Run, chunk: Chunk) -> int:
         staying = range(max(part.layers.start, run.offloaded), part.layers.stop)
         for group, only_input in _groups(run, staying):
             found += width * part.tokens if only_input else _of_layers(run, part, group)
-    if chunk.is_first and run.embedding_is_frozen and run.recompute.granularity != "full":
+    if chunk.is_first and run.input_is_frozen and run.recompute.granularity != "full":
         # The first layer's input has no gradient, so its norm keeps nothing.
         found -= run.width * run.tokens
     if chunk.is_last:

@@ -243,7 +243,7 @@ def _key(run: Run) -> Hashable:
     return (
         layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
         run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity, run.offloaded,
-        run.frozen, run.trains_embedding, run.trains_head, run.adapters,
+        run.frozen, run.trains_embedding, run.trains_head, run.trains_rows, run.adapters,
     )  # fmt: skip
 
 

@@ -88,6 +88,8 @@ class Run:
     trains_embedding: bool = False
     trains_head: bool = False
     """True if the module is trained whole beside adapters."""
+    trains_rows: bool = False
+    """True if rows of the embedding are trained beside adapters."""
     adapters: tuple[tuple[LayerKind, LayerAdapters], ...] = ()
     """The adapters of a layer of each kind; kinds without adapters may be missing."""
 
@@ -110,6 +112,11 @@ class Run:
     def embedding_is_frozen(self) -> bool:
         """True if the embedding has no gradient."""
         return self.frozen and not self.trains_embedding
+
+    @property
+    def input_is_frozen(self) -> bool:
+        """True if the first layer's input has no gradient."""
+        return self.embedding_is_frozen and not self.trains_rows
 
     @property
     def itemsize(self) -> int:

@@ -223,7 +223,7 @@ def _not_in_first_layer(run: Run, tokens: int) -> Iterator[Counted]:
     kind = run.config.layers[0]
     mixer = mixer_cost(run.config, kind)
     adapted = "mixer" in run.adapters_of(kind).inputs
-    if not run.embedding_is_frozen or mixer is None or not adapted:
+    if not run.input_is_frozen or mixer is None or not adapted:
         return
     whole = tokens * mixer.own_input_width(run.config) * run.itemsize
     if run.sequence:

@@ -31,7 +31,7 @@ from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.engine import Engine
-from megatron_lite.models.lora.whole import whole_modules
+from megatron_lite.models.lora.whole import beside_layers
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import LoRA
 from megatron_lite.settings.run_options import adapter_options
@@ -69,8 +69,7 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
     if lora.lora_load is None:
         options = adapter_options(settings)
         assert options is not None
-        whole = whole_modules(config, lora.lora_modules_to_save)
-        return AdapterStart(replace(options, whole=whole), None)
+        return AdapterStart(beside_layers(options, lora, config), None)
     place = local_path(resolve(lora.lora_load))
     options, tensors = _read(settings, place, config)
     weights = {Key(name): tensor for name, tensor in tensors.items()}
@@ -98,11 +97,16 @@ def _read(
         "lora_alpha": found.options.alpha,
         "lora_rslora": found.options.rslora,
     }
-    if whole_modules(config, lora.lora_modules_to_save) not in ((), found.options.whole):
-        words = " ".join(lora.lora_modules_to_save)
-        raise UsageError(
-            f"--lora-modules-to-save {words} contradicts the adapter {place}, which has other whole modules; leave the flag out"
-        )
+    asked = beside_layers(found.options, lora, config)
+    for name, given, own in (
+        ("lora_modules_to_save", asked.whole, found.options.whole),
+        ("lora_trainable_token_indices", asked.rows, found.options.rows),
+    ):
+        if name in settings.given and given != own:
+            words = " ".join(getattr(lora, name))
+            raise UsageError(
+                f"--{name.replace('_', '-')} {words} contradicts the adapter {place}, which has others; leave the flag out"
+            )
     for name, value in stated.items():
         if name in settings.given and getattr(lora, name) != value:
             raise UsageError(
@@ -136,10 +140,15 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
     return AdapterStart(options, tensors, progress, version, base, dtype)
 
 
-def start_adapters(engine: Engine, start: AdapterStart, seed: int) -> None:
-    """Load or initialize the adapters of an engine. Collective. Raises TensorMismatch."""
+def start_adapters(
+    engine: Engine, start: AdapterStart, seed: int, base: Mapping[str, LazyTensor]
+) -> None:
+    """Load or initialize the adapters of an engine. Collective. Raises TensorMismatch.
+
+    base: the base's weights by canonical name.
+    """
     if start.tensors is None:
-        init_adapters(engine, seed)
+        init_adapters(engine, seed, base)
         return
     load_adapters(engine, start.tensors)
     if start.progress.engine is not None:

@@ -17,6 +17,7 @@ from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
 from megatron_lite.checkpoint.initial_weights import ConstantTensor, RandomTensor, normal
 from megatron_lite.checkpoint.restore import read_range
+from megatron_lite.checkpoint.token_rows import rows_of_base
 from megatron_lite.checkpoint.weights import fill
 from megatron_lite.engine import Engine
 from megatron_lite.models.rng import mix
@@ -92,16 +93,20 @@ def require_fit(
         )
 
 
-def init_adapters(engine: Engine, seed: int) -> None:
+def init_adapters(
+    engine: Engine, seed: int, weights: Mapping[str, LazyTensor] | None = None
+) -> None:
     """Initialize adapters: B is zero, so the model is unchanged at first. A is random, with the variance that peft uses.
 
     The values are the same for every layout. Modules that are trained whole keep their own values.
+    Trained rows of single tokens have those of the base at first. weights: of the base, by canonical name, for these rows.
     """
+    rows = rows_of_base(engine, weights or {})
     shapes = _whole_shapes(engine, engine.adapters)
     tensors: dict[Key, LazyTensor] = {}
     for infos in engine.adapters:
         for name in chain.from_iterable(info.native.parts for info in infos):
-            tensors[Key(name)] = _initial(name, shapes[name], seed)
+            tensors[Key(name)] = rows.get(name) or _initial(name, shapes[name], seed)
     _load(engine, engine.adapters, tensors)
 
 
@@ -148,19 +153,20 @@ def _largest(ends: Iterable[tuple[str, int, int]]) -> dict[str, tuple[int, int]]
 def values_of_base(
     engine: Engine, weights: Mapping[str, LazyTensor]
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the parameters that are trained whole beside adapters, with the base's values.
+    """Return the parameters of embedding and head that are trained beside adapters, with the base's values.
 
     weights: of the base, by canonical name. Raises UsageError if this rank has only a part of each parameter.
     """
     if engine.shards_parameters:
         raise UsageError(
-            "--lora-modules-to-save: the reference of --grpo needs whole parameters; choose a --data-parallel-sharding-strategy other "
-            "than optim_grads_params, or --beta 0"
+            "the reference of --grpo needs whole parameters of embedding and head; choose a --data-parallel-sharding-strategy other than "
+            "optim_grads_params, or --beta 0, or leave out --lora-modules-to-save and --lora-trainable-token-indices"
         )
     found = []
-    for module, infos in zip(engine.chunks, engine.infos, strict=True):
+    weights = {**weights, **rows_of_base(engine, weights)}
+    for module, infos in zip(engine.chunks, engine.trained, strict=True):
         for info in infos:
-            if info.trained:
+            if info.native.parts.keys() <= weights.keys():
                 parameter = module.get_parameter(info.name)
                 values = torch.empty_like(parameter, requires_grad=False)
                 fill(values, info.native, weights)

@@ -34,6 +34,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import hub_id
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.held_tensor import HeldTensor
+from megatron_lite.checkpoint.token_rows import read_token_rows, stored_rows
 from megatron_lite.checkpoint.whole_modules import (
     as_floats,
     fields_of_wholes,
@@ -58,13 +59,15 @@ def adapter_files(
     named = {where.module.name: where.module for where in modules_of(config).values()}
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
     wholes = stored_wholes(tensors, config)
+    rows, fields_of_rows = stored_rows(tensors, config, options)
     # A model with scores has a class of its own, which holds the language model alone.
     inside = None if config.has("scores") else _place_inside(base)
     stored = {
         f"base_model.model.{name if inside is None else _inside(name, inside)}": tensor
-        for name, tensor in (_stacked(modules, tensors) | wholes).items()
+        for name, tensor in (_stacked(modules, tensors) | wholes | rows).items()
     }
     fields = _described(modules, named.values(), options, base) | fields_of_wholes(wholes, config)
+    fields |= fields_of_rows
     if inside is not None:
         fields["target_modules"] = _pattern(fields["target_modules"], inside)
     described = json.dumps(fields, indent=2, sort_keys=True) + "\n"
@@ -191,7 +194,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     adapter = open_adapter(directory)
     described = adapter.config
     refused = [
-        (described.dora, "DoRA"), (adapter.tokens, "rows of single tokens"),
+        (described.dora, "DoRA"),
         (described.ranks, "other ranks for some modules"),
         (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
         (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
@@ -202,11 +205,12 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
                 f"{directory}: the adapter has {what}, which can't be trained here; megaconv merge merges it"
             )
     wholes, whole = read_wholes(adapter, config, directory)
+    rows, tokens = read_token_rows(adapter, config)
     by_name: defaultdict[tuple[str, str | None], list[Module]] = defaultdict(list)
     for where in modules_of(config).values():
         if where.module not in by_name[where.module.path, where.module.parameter]:
             by_name[where.module.path, where.module.parameter].append(where.module)
-    tensors: dict[str, LazyTensor] = {**wholes}
+    tensors: dict[str, LazyTensor] = {**wholes, **rows}
     adapted: list[Module] = []
     for module, native in weights_of(adapter, family(config.family), config):
         path, _, last = native.name.rpartition(".")
@@ -225,7 +229,14 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     every = [module for listed in by_name.values() for module in listed]
     targets = tuple(_selecting(adapted, every))
     return ReadAdapter(
-        LoRA(described.rank, described.alpha, targets, rslora=described.rslora, whole=whole),
+        LoRA(
+            described.rank,
+            described.alpha,
+            targets,
+            rslora=described.rslora,
+            whole=whole,
+            rows=tokens,
+        ),
         tensors,
         described.base,
     )

@@ -61,6 +61,11 @@ class Start:
     def config(self) -> ModelConfig:
         return self.header.config
 
+    @property
+    def weights(self) -> dict[str, LazyTensor]:
+        """The weights, without optimizer state, by canonical name."""
+        return {key.name: tensor for key, tensor in self.tensors.items() if key.slot == WEIGHT}
+
 
 def find_start(settings: Settings, *, finetune: bool) -> Start | None:
     """Return the checkpoint to start from, or None for random weights. Reads metadata only. Raises CheckpointError."""
@@ -234,7 +239,7 @@ def _open(given: str, settings: Settings, *, continued: bool) -> Start:
 
 def load(engine: Engine, start: Start) -> None:
     """Load the weights, and the optimizer state if the start has one. Raises TensorMismatch."""
-    weights = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
+    weights = start.weights
     load_weights(engine, weights)
     optimizer = engine.optimizer
     if optimizer is None or not start.with_optimizer:

@@ -5,7 +5,8 @@ with zeros, and its scale is part of its B. Adapter 0 is the model alone. An ada
 its own; others use the model's.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +22,12 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapters import require_fit
 from megatron_lite.checkpoint.held_tensor import HeldTensor
 from megatron_lite.checkpoint.peft import ReadAdapter, read_adapter
+from megatron_lite.checkpoint.token_rows import rows_of_base
 from megatron_lite.checkpoint.weights import fill
+from megatron_lite.checkpoint.whole_modules import as_floats
 from megatron_lite.engine import Engine
+from megatron_lite.models.lora.parameters import rows_name
+from megatron_lite.models.lora.whole import MODULES, WORDS
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.settings.options import LoRA
 
@@ -63,25 +68,61 @@ def joint_options(adapters: Sequence[NamedAdapter]) -> LoRA | None:
     rank = max(options.rank for options in every)
     targets = {target for options in every for target in options.targets}
     whole = {module for options in every for module in options.whole}
-    return LoRA(rank, float(rank), tuple(sorted(targets)), whole=tuple(sorted(whole)))
+    return LoRA(
+        rank,
+        float(rank),
+        tuple(sorted(targets)),
+        whole=tuple(sorted(whole)),
+        rows=_joint_rows(adapters, whole),
+    )
+
+
+def _joint_rows(
+    adapters: Sequence[NamedAdapter], whole: Container[str]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return LoRA.rows of all adapters. whole: modules that an adapter has whole. Raises UsageError for both of one module."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for adapter in adapters:
+        for module, tokens in adapter.read.options.rows:
+            if module in whole:
+                raise UsageError(
+                    f"--adapter {adapter.name}: has rows of single tokens for {WORDS[module]}, and another adapter has it whole; merge "
+                    "one of them into its base (megaconv merge)"
+                )
+            found[module] |= set(tokens)
+    return tuple((module, tuple(sorted(tokens))) for module, tokens in sorted(found.items()))
 
 
 class AdapterBank:
     """This rank's values of all adapters, one of which the engine computes."""
 
-    def __init__(self, engine: Engine, adapters: Sequence[NamedAdapter]) -> None:
-        """Load all adapters. Collective. Raises TensorMismatch for an adapter of another model."""
+    def __init__(
+        self,
+        engine: Engine,
+        adapters: Sequence[NamedAdapter],
+        weights: Mapping[str, LazyTensor],
+    ) -> None:
+        """Load all adapters. Collective. Raises TensorMismatch for an adapter of another model.
+
+        weights: of the model, by canonical name.
+        """
         held = [
             (module, info)
             for module, infos in zip(engine.chunks, engine.trained, strict=True)
             for info in infos
         ]
         self._parameters = [module.get_parameter(info.name) for module, info in held]
-        base = [own.detach().clone() for own in self._parameters]
-        self._values = [base]
         infos = [info for _, info in held]
+        rows = rows_of_base(engine, weights)
+        base = []
+        for info, own in zip(infos, self._parameters, strict=True):
+            if info.native.parts.keys() <= rows.keys():
+                fill(own.data, info.native, rows)
+            base.append(own.detach().clone())
+        self._values = [base]
         for adapter in adapters:
-            self._values.append(_values(engine, infos, adapter.read, base))
+            tensors = {**_padded(adapter.read, engine), **_joined(adapter.read, engine, rows)}
+            self._values.append(_values(engine, infos, tensors, base))
         self.names = tuple(adapter.name for adapter in adapters)
         self.current = BASE
         self.select(1 if adapters else BASE)
@@ -96,10 +137,12 @@ class AdapterBank:
 
 
 def _values(
-    engine: Engine, infos: Sequence[ParameterInfo], read: ReadAdapter, base: Sequence[Tensor]
+    engine: Engine,
+    infos: Sequence[ParameterInfo],
+    tensors: Mapping[str, LazyTensor],
+    base: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return an adapter's values of parameters. A parameter of which it has nothing keeps the base's: 0, or the model's own."""
-    tensors = _padded(read, engine)
     require_fit(engine, infos, tensors)
     found = []
     for info, own in zip(infos, base, strict=True):
@@ -107,6 +150,24 @@ def _values(
             own = torch.empty_like(own)
             fill(own, info.native, tensors)
         found.append(own)
+    return found
+
+
+def _joined(
+    read: ReadAdapter, engine: Engine, base: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Return an adapter's rows of single tokens, with those of the base for the tokens of other adapters. base: by name."""
+    options = engine.options.lora
+    assert options is not None
+    found: dict[str, LazyTensor] = {}
+    for canonical, module in MODULES.items():
+        name = rows_name(canonical)
+        if name not in read.tensors:
+            continue
+        every, own = options.tokens_of(module), read.options.tokens_of(module)
+        rows, changed = as_floats(base[name]), as_floats(read.tensors[name])
+        rows[[every.index(token) for token in own]] = changed
+        found[name] = HeldTensor(rows)
     return found
 
 

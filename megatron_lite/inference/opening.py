@@ -215,7 +215,7 @@ def open_engine(
         quantized = load_quantized(engine, tensors)
         if not place.rank:
             show(str(quantized), sys.stderr)
-    bank = AdapterBank(engine, adapters) if adapters else None
+    bank = AdapterBank(engine, adapters, tensors) if adapters else None
     return OpenedEngine(engine, start, tokenizer, length, bank)
 
 

@@ -84,8 +84,7 @@ class _Loading:
         path, _, name = info.name.rpartition(".")
         module = network.get_submodule(path)
         is_weight = name == "weight"
-        if self.engine.options.lora is not None and not info.frozen:
-            # An adapter has this module whole.
+        if self._is_of_adapters(info):
             self._load_plain(network, info)
         elif is_weight and isinstance(module, Head):
             module.product_of_logits = self._product(info.native)
@@ -95,6 +94,12 @@ class _Loading:
             self._load_plain(network, info)
             if isinstance(module, VocabEmbedding) and module.heads_share:
                 self._quantize_tied_heads(network, info)
+
+    def _is_of_adapters(self, info: ParameterInfo) -> bool:
+        """Return whether adapters have a module whole, or rows of it."""
+        lora = self.engine.options.lora
+        path = info.name.rpartition(".")[0]
+        return lora is not None and (not info.frozen or bool(lora.tokens_of(path)))
 
     def empty(self, info: ParameterInfo) -> nn.Parameter:
         """Return a parameter of zeros."""

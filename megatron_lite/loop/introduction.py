@@ -114,6 +114,10 @@ def _adapter(options: LoRA) -> str:
     targets = " ".join(options.targets)
     whole = " and ".join(WORDS[module] for module in options.whole)
     beside = f", with {whole} whole" if whole else ""
+    if options.rows:
+        tokens = counted(len({token for _, tokens in options.rows for token in tokens}), "token")
+        modules = " and ".join(WORDS[module] for module, _ in options.rows)
+        beside += f", with the rows of {tokens} in {modules}"
     return f"{kind} of rank {options.rank}, alpha {options.alpha:g}{dropout} on {targets}{beside}"
 
 

@@ -221,7 +221,8 @@ def _load(
     else:
         datasets = basis.objective.load(engine, basis.start, datasets, feeder, setup)
     if basis.adapters is not None:
-        start_adapters(engine, basis.adapters, seed)
+        base = {} if basis.start is None else basis.start.weights
+        start_adapters(engine, basis.adapters, seed, base)
     return datasets
 
 

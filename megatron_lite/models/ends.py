@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron_lite.models import rng
 from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.lora.token_rows import TokenRows
 from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
 from megatron_lite.models.passes import Ahead, Pass
 from megatron_lite.parallel import comm
@@ -45,6 +46,8 @@ class Embedding(nn.Module):
         self.word_embeddings = VocabEmbedding(
             plan.vocab_rows // plan.ranks.size, config.hidden, plan.ranks
         )
+        self.token_rows: TokenRows | None = None
+        """Rows that are trained beside adapters."""
         learned = config.positions.kind == "learned"
         self.position_embeddings = (
             Positions(config.sizes()["position_rows"], config.hidden) if learned else None
@@ -59,7 +62,10 @@ class Embedding(nn.Module):
     def forward(self, run: Pass, ahead: Ahead | None = None) -> Tensor:
         """ahead: its tokens are used in place of the pass's."""
         given = run if ahead is None else ahead
-        x: Tensor = self.word_embeddings(given.tokens.t())
+        tokens = given.tokens.t()
+        x: Tensor = self.word_embeddings(tokens)
+        if self.token_rows is not None:
+            x = self.token_rows.embedded(x, tokens)
         if self.scale is not None:
             # Round the scale to the dtype first, as transformers does.
             x = x * torch.tensor(self.scale, dtype=x.dtype)
@@ -95,6 +101,8 @@ class Head(nn.Module):
         self.weight = (
             None if shares_embedding else nn.Parameter(torch.empty(rows, plan.config.hidden))
         )
+        self.token_rows: TokenRows | None = None
+        """Rows that are trained beside adapters; those of the embedding if the head is tied to it."""
         has_bias = plan.config.head.bias or plan.config.has("transform")
         self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
 
@@ -118,6 +126,7 @@ class Head(nn.Module):
             plan.ranks,
             plan.config.head.logit_cap,
             plan.options.loss_temperature,
+            None if self.token_rows is None else self.token_rows.written_into(weight),
         )
         return total, losses.view(labels.shape[1], labels.shape[0]).t()
 
@@ -127,7 +136,10 @@ class Head(nn.Module):
         hidden = self._divided(hidden)
         if ranks.group and ranks.sequence:
             hidden = comm.gathered(hidden, ranks.group)
-        logits = self.product_of_logits.linear(hidden, self._matrix(shared), self.bias).float()
+        matrix = self._matrix(shared)
+        if self.token_rows is not None:
+            self.token_rows.written_into(matrix)
+        logits = self.product_of_logits.linear(hidden, matrix, self.bias).float()
         own = capped(logits, self.plan.config.head.logit_cap).permute(2, 1, 0)
         whole = comm.gathered(own, ranks.group) if ranks.group else own
         return whole[: self.plan.config.vocab].permute(1, 2, 0)

@@ -5,7 +5,7 @@ Logits exist for a few rows at a time. The gradients are computed together with 
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -57,13 +57,14 @@ def head_loss(
     ranks: TensorGroup,
     cap: float | None = None,
     temperature: float = 1.0,
+    learned: "LearnedRows | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (sum of weights * losses, differentiable; the losses, float32 [tokens], not differentiable).
 
     hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp].
     labels int64 [tokens] and weights float32 [tokens], with tokens in the order of [sequence, batch].
     vocab: number of columns without padding. rows: tokens at a time. cap: see `capped`.
-    temperature: divisor of the logits, after the cap.
+    temperature: divisor of the logits, after the cap. learned: trained rows of a frozen weight.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden,
@@ -77,6 +78,7 @@ def head_loss(
         cap,
         temperature,
         torch.is_grad_enabled(),
+        *(learned or (None, None, None)),
     )
     return made
 
@@ -89,6 +91,17 @@ def capped(logits: Tensor, cap: float | None) -> Tensor:
 def _slope(logits: Tensor, cap: float | None) -> Tensor | None:
     """Return the derivative of `capped` for capped logits; None if it is 1."""
     return None if cap is None else 1 - (logits / cap).square_()
+
+
+class LearnedRows(NamedTuple):
+    """Trained rows of a frozen weight, which has their values already."""
+
+    rows: Tensor
+    """The parameter [rows, width]."""
+    held: Tensor
+    """int64: the rows that this rank's part of the weight has."""
+    places: Tensor
+    """int64: their places in this part."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +135,32 @@ class _Gradients:
     """None if the weight is not trained. With several blocks it is summed in float32."""
     of_bias: Tensor | None
     """float32."""
+    places: Tensor | None = None
+    """The places of trained rows in a frozen weight; None if there are none."""
+    of_rows: Tensor | None = None
+    """The gradients of these rows, float32."""
 
     @classmethod
     def zeros(
-        cls, x: Tensor, weight: Tensor, bias: Tensor | None, *, trained: bool, one_block: bool
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        places: Tensor | None,
+        *,
+        trained: bool,
+        one_block: bool,
     ) -> "_Gradients":
+        """places: of trained rows in a frozen weight."""
         dtype = weight.dtype if one_block else torch.float32
         of_weight = torch.zeros_like(weight, dtype=dtype) if trained else None
         of_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        return cls(torch.empty_like(x), of_weight, of_bias)
+        of_rows = (
+            None
+            if places is None
+            else weight.new_zeros(len(places), weight.shape[1], dtype=torch.float32)
+        )
+        return cls(torch.empty_like(x), of_weight, of_bias, places, of_rows)
 
     def add(self, part: slice, x: Tensor, of_logits: Tensor, own: _OwnColumns) -> None:
         """Add a block. x [rows, width]; of_logits float32 [rows, own columns]."""
@@ -139,9 +169,10 @@ class _Gradients:
             self.of_bias[: own.count] += of_logits.sum(0)
         rounded = of_logits.to(weight.dtype)
         torch.mm(rounded, weight, out=self.of_input[part])
-        if self.of_weight is None:
-            return
-        add_product(self.of_weight[: own.count], rounded.t(), x)
+        if self.of_weight is not None:
+            add_product(self.of_weight[: own.count], rounded.t(), x)
+        if self.of_rows is not None and self.places is not None:
+            add_product(self.of_rows, rounded.index_select(1, self.places).t(), x)
 
 
 def _of_logits(softmax: Tensor, index: Tensor, held: Tensor, weights: Tensor) -> Tensor:
@@ -174,6 +205,9 @@ class _HeadLoss(torch.autograd.Function):
         cap: float | None,
         temperature: float,
         backward_follows: bool,
+        learned: Tensor | None,
+        held_rows: Tensor | None,
+        places: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         whole = comm.gathered(hidden, ranks.group) if ranks.group and ranks.sequence else hidden
         x = whole.reshape(-1, whole.shape[-1])
@@ -182,7 +216,9 @@ class _HeadLoss(torch.autograd.Function):
         gradients = None
         if backward_follows:
             trained, one_block = ctx.needs_input_grad[1], len(x) <= rows
-            gradients = _Gradients.zeros(x, weight, bias, trained=trained, one_block=one_block)
+            gradients = _Gradients.zeros(
+                x, weight, bias, places, trained=trained, one_block=one_block
+            )
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             logits = capped(F.linear(x[part], own.weight, own.bias).float(), cap)
@@ -200,7 +236,8 @@ class _HeadLoss(torch.autograd.Function):
             of_hidden = gradients.of_input.view_as(whole)
             if ranks.group:
                 of_hidden = _summed(of_hidden, ranks)
-            ctx.save_for_backward(of_hidden, *_rounded(gradients, weight.dtype))
+            of_learned = _of_learned(gradients, learned, held_rows)
+            ctx.save_for_backward(of_hidden, *_rounded(gradients, weight.dtype), of_learned)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(losses)
         return torch.dot(losses, weights), losses
@@ -209,8 +246,8 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, *others = ctx.saved_tensors
         grad = grad / ctx.temperature  # the derivative of logits / temperature
-        dw, db = (None if each is None else each.mul_(grad) for each in others)
-        return dx.mul_(grad), dw, db, *[None] * 8
+        dw, db, of_learned = (None if each is None else each.mul_(grad) for each in others)
+        return dx.mul_(grad), dw, db, *[None] * 8, of_learned, None, None
 
 
 def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -220,6 +257,15 @@ def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, 
         None if of_weight is None else of_weight.to(dtype),
         None if of_bias is None else of_bias.to(dtype),
     )
+
+
+def _of_learned(
+    gradients: _Gradients, learned: Tensor | None, held: Tensor | None
+) -> Tensor | None:
+    """Return the gradient of the trained rows, with 0 for rows of other ranks; None without trained rows."""
+    if learned is None or held is None or gradients.of_rows is None:
+        return None
+    return torch.zeros_like(learned).index_copy_(0, held, gradients.of_rows.to(learned.dtype))
 
 
 def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:

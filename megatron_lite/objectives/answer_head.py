@@ -11,7 +11,7 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import changed
-from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.ir import Key
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.checkpoint.restore import Start
@@ -41,7 +41,7 @@ def with_head(start: Start, task: Task, std: float, seed: int, say: Callable[[st
         )
     trained = _named(changed(config, {**OTHER_HEADS, **task.head}), task)
     shapes = canonical_shapes(family(config.family).rows, trained)
-    held = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
+    held = start.weights
     kept = {
         name for name, shape in shapes.items() if name in held and tuple(held[name].shape) == shape
     }

@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megaconv.model.ir import WEIGHT
 from megatron_lite.checkpoint.adapters import values_of_base
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.weights import load_weights
@@ -153,9 +152,10 @@ def _reference(engine: Engine, start: Start | None, setup: Setup) -> LogProbs:
     """Return the log-probabilities of the reference model: the base of adapters, else a model of its own. Collective."""
     assert start is not None
     found = reference_of(start, setup)
-    weights = {key.name: tensor for key, tensor in found.tensors.items() if key.slot == WEIGHT}
+    weights = found.weights
     if engine.options.lora is not None:
-        base = values_of_base(engine, weights) if engine.options.lora.whole else []
+        lora = engine.options.lora
+        base = values_of_base(engine, weights) if lora.whole or lora.rows else []
 
         def of_base(microbatches: Sequence[Microbatch]) -> list[Tensor]:
             with without_adapters(engine.chunks, base):

@@ -13,7 +13,7 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import changed
-from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.ir import Key
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.checkpoint.restore import Start
@@ -198,7 +198,7 @@ def fitted(start: Start, settings: Settings, say: Say) -> Start:
     }
     trained = replace(changed(config, sizes), family="retro", hf=None)
     shapes = canonical_shapes(family("retro").rows, trained)
-    held = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
+    held = start.weights
     lost = sorted(held.keys() - shapes.keys())
     if lost:
         raise UsageError(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from formats.tensor import LazyTensor
 from megaconv.errors import UsageError
 from megaconv.families import family
-from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.ir import Key
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.checkpoint.restore import Start
@@ -26,7 +26,7 @@ def with_score_head(start: Start, std: float, seed: int, say: Callable[[str], No
         raise UsageError(
             f"{start.path} holds a run on something else than rewards; --load it with another --save to start from its weights"
         )
-    held = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
+    held = start.weights
     fresh = initial_weights(config, std, seed)
     tensors: dict[Key, LazyTensor] = {}
     for name in canonical_shapes(family(config.family).rows, config):

@@ -12,7 +12,7 @@ from megaconv.families import family
 from megaconv.families.biencoder import TOWERS
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
-from megaconv.model.ir import WEIGHT, Key
+from megaconv.model.ir import Key
 from megaconv.model.retrieving import Retriever
 from megaconv.model.table import canonical_shapes
 from megatron_lite.checkpoint.initial_weights import initial_weights
@@ -41,7 +41,7 @@ def with_towers(start: Start, model: Model, seed: int, say: Callable[[str], None
             f"--bert-load {start.path}: the BERT has no pooler, which --ict-head-size needs; give --biencoder-projection-dim"
         )
     trained = _biencoder(config, retriever)
-    held = {key.name: tensor for key, tensor in start.tensors.items() if key.slot == WEIGHT}
+    held = start.weights
     fresh = initial_weights(trained, model.init_method_std, seed)
     tensors: dict[Key, LazyTensor] = {}
     used, new = set[str](), list[str]()

@@ -121,12 +121,23 @@ def parameter_infos(
 
 
 def adapter_info(
-    chunk: int, native: NativeTensor, kind: Kind, tp: int, *, sequence: bool
+    chunk: int,
+    native: NativeTensor,
+    kind: Kind,
+    tp: int,
+    *,
+    sequence: bool,
+    tied: str | None = None,
 ) -> ParameterInfo:
-    """Return the facts about an adapter's matrix, which the model's table does not list."""
+    """Return the facts about a parameter beside the model's own, which the model's table does not list."""
     return ParameterInfo(
-        chunk, native, kind, partial=is_partial(kind, tp, sequence=sequence), tied=None, is_copy=False
-    )  # fmt: skip
+        chunk,
+        native,
+        kind,
+        partial=is_partial(kind, tp, sequence=sequence),
+        tied=tied,
+        is_copy=native.copy is not None,
+    )
 
 
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:

@@ -15,7 +15,7 @@ from megaconv.model.fields import changed
 from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
 from megatron_lite.models.lora.targets import check_targets
-from megatron_lite.models.lora.whole import whole_modules
+from megatron_lite.models.lora.whole import beside_layers
 from megatron_lite.models.trainable import (
     check_computed,
     refuse_completions,
@@ -178,7 +178,7 @@ def _adapters(settings: Settings, config: ModelConfig) -> LoRA | None:
     options = adapter_options(settings)
     if options is None:
         return None
-    return replace(options, whole=whole_modules(config, settings.lora.lora_modules_to_save))
+    return beside_layers(options, settings.lora, config)
 
 
 def _model(settings: Settings) -> ModelConfig:

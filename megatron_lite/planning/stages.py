@@ -14,6 +14,7 @@ from megaconv.model.subjects import LayerKind
 from megaconv.model.table import with_beside
 from megaconv.planning.adapters import LayerAdapters
 from megaconv.planning.run import Run
+from megatron_lite.models.lora.parameters import row_infos
 from megatron_lite.models.lora.shares import Whole, modules_of
 from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.models.mixers.table import stays_in_float32
@@ -75,6 +76,7 @@ class Described:
             frozen=options.lora is not None,
             trains_embedding=EMBEDDING in self._whole,
             trains_head=HEAD in self._whole,
+            trains_rows=options.lora is not None and bool(options.lora.tokens_of(EMBEDDING)),
             adapters=self._adapters_by_kind,
             head_again=self.work.head_again,
             losses=self.work.losses,
@@ -135,7 +137,13 @@ class Described:
         return sorted(found, key=lambda info: _place(info.name))
 
     def _infos_of_adapters(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
-        return [info for adapter in self.adapters(index, chunk) for info in adapter.infos]
+        """Return the parameters of adapters, and trained rows of single tokens."""
+        lora = self.options.lora
+        if lora is None:
+            return []
+        found = [info for adapter in self.adapters(index, chunk) for info in adapter.infos]
+        tp, own = self.sizes.layout.tp, self.parameters(index, chunk)
+        return found + [info for _, info in row_infos(own, lora, tp, sequence=self._sequence)]
 
     @cached_property
     def _adapters_by_kind(self) -> tuple[tuple[LayerKind, LayerAdapters], ...]:

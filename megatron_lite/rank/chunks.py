@@ -10,7 +10,7 @@ from torch import nn
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Chunk
 from megatron_lite.models.build_plan import ExpertRanks, Plan, make_plan
-from megatron_lite.models.lora.attached import attach
+from megatron_lite.models.lora.attached import attach, attach_rows
 from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.network_by_family import network
 from megatron_lite.models.network_interface import Network
@@ -50,6 +50,7 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
     experts = ExpertRanks(experts=grid.group("ep"), parts=grid.group("etp"))
     plan = make_plan(config, grid.layout, options, ranks, experts)
     built = Built([], [], [], plan.sizes)
+    found_adapters = False
     for index, chunk in enumerate(grid.chunks()):
         with torch.device("meta"):
             module = network(config)(plan, chunk)
@@ -57,11 +58,13 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
         adapters: list[ParameterInfo] = []
         if lora is not None:
             adapters = _attach_adapters(module, infos, plan, index, lora)
+            found_adapters |= bool(adapters)
+            adapters += attach_rows(module, infos, plan, lora)
         built.chunks.append(module)
         built.infos.append(infos)
         built.adapters.append(adapters)
     if lora is not None:
-        check_targets(config, lora.targets, found=_anywhere(any(built.adapters), grid))
+        check_targets(config, lora.targets, found=_anywhere(found_adapters, grid))
     return built
 
 

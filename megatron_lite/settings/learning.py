@@ -201,6 +201,10 @@ class Lora:
         (),
         "modules that are trained and saved whole beside the adapters: embed_tokens, lm_head",
     )
+    lora_trainable_token_indices: tuple[str, ...] = flag(
+        (),
+        "tokens whose rows of embedding and head are trained alone: 128256 128257, or 128256-128300",
+    )
     lora_load: str | None = flag(
         None,
         "adapter to start from, as peft saves it; it sets rank, alpha and modules",

@@ -69,6 +69,13 @@ class LoRA:
     whole: tuple[str, ...] = ()
     """Megatron core's paths of the modules that are trained whole: the embedding, the head."""
 
+    rows: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """(Megatron core's path of the embedding or the head, tokens in ascending order) whose rows are trained alone."""
+
+    def tokens_of(self, path: str) -> tuple[int, ...]:
+        """Return the tokens whose rows are trained alone in a module. path: Megatron core's."""
+        return dict(self.rows).get(path, ())
+
     def freezes(self, name: str) -> bool:
         """Return whether a parameter of the model keeps its value. name: Megatron core's."""
         return name.rpartition(".")[0] not in self.whole

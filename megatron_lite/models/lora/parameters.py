@@ -1,12 +1,14 @@
 """The parameters of adapters: names, shapes, and the ranks that share them. `plan` counts them without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 
 from formats.tensor import Box
 from megaconv.model.natives import NativeTensor, Region
 from megatron_lite.models.lora.shares import Share
 from megatron_lite.parallel.parameter_kinds import Kind
+from megatron_lite.parallel.parameters import ParameterInfo, adapter_info
+from megatron_lite.settings.options import LoRA
 
 
 class Sharding(Enum):
@@ -29,6 +31,36 @@ def adapter_parameters(
         b = {f"{module}.lora_B.weight": _regions_of_b(share, rank)}
         yield NativeTensor(f"{place}.lora_a", a, (rank, share.width), kind_of_a.copied), kind_of_a
         yield NativeTensor(f"{place}.lora_b", b, (share.out, rank), kind_of_b.copied), kind_of_b
+
+
+def row_infos(
+    infos: Iterable[ParameterInfo], options: LoRA, tp: int, *, sequence: bool
+) -> Iterator[tuple[tuple[int, ...], ParameterInfo]]:
+    """Yield (tokens, their trained rows) of each embedding and head in a chunk that has some. infos: of the chunk."""
+    for own in infos:
+        path, _, last = own.name.rpartition(".")
+        tokens = options.tokens_of(path) if last == "weight" else ()
+        if tokens:
+            rows = _row_parameter(own.native, tokens)
+            yield (
+                tokens,
+                adapter_info(own.chunk, rows, Kind.OF_HEADS, tp, sequence=sequence, tied=own.tied),
+            )
+
+
+def _row_parameter(matrix: NativeTensor, tokens: Sequence[int]) -> NativeTensor:
+    """Return the trained rows [tokens, hidden] of an embedding's or a head's matrix."""
+    ((canonical, _),) = matrix.parts.items()
+    owner = matrix.name.partition(".")[0]
+    shape = len(tokens), matrix.shape[1]
+    parts = {rows_name(canonical): (Region(Box(0, shape[0], 0, shape[1]), 0),)}
+    name = f"{owner}.token_rows.rows"
+    return NativeTensor(name, parts, shape, replicated=True, copy=matrix.copy)
+
+
+def rows_name(canonical: str) -> str:
+    """Return the name of trained rows. canonical: of the whole matrix."""
+    return f"{canonical}.token_rows"
 
 
 def _regions_of_b(share: Share, rank: int) -> tuple[Region, ...]:

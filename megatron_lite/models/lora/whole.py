@@ -1,25 +1,39 @@
 """Embedding and head, which may be trained whole beside adapters: peft's modules_to_save."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor, unsharded_tensors
+from megatron_lite.settings.learning import Lora
+from megatron_lite.settings.options import LoRA
 
 EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 """Megatron core's paths of the two modules."""
 WORDS = {EMBEDDING: "the embedding", HEAD: "the head"}
 """Names of the two modules for people."""
-_MODULES = {"embed.weight": EMBEDDING, "head.weight": HEAD, "head.bias": HEAD}
+MODULES = {"embed.weight": EMBEDDING, "head.weight": HEAD, "head.bias": HEAD}
 """Canonical tensor -> Megatron core's path of its module."""
+
+
+def beside_layers(options: LoRA, settings: Lora, config: ModelConfig) -> LoRA:
+    """Return the options with what is trained in embedding and head. Raises UsageError."""
+    whole = whole_modules(config, settings.lora_modules_to_save)
+    rows = rows_of_tokens(config, settings.lora_trainable_token_indices)
+    if whole and rows:
+        raise UsageError(
+            "--lora-trainable-token-indices and --lora-modules-to-save exclude each other: a whole module has the rows of all tokens"
+        )
+    return replace(options, whole=whole, rows=rows)
 
 
 def whole_tensors(config: ModelConfig) -> dict[str, NativeTensor]:
     """Return the tensors of embedding and head by their names in transformers; a tied head's tensor too."""
     natives = unsharded_tensors(family(config.family).rows, config, HF)
-    return {native.name: native for native in natives if native.parts.keys() <= _MODULES.keys()}
+    return {native.name: native for native in natives if native.parts.keys() <= MODULES.keys()}
 
 
 def whole_modules(config: ModelConfig, words: Sequence[str]) -> tuple[str, ...]:
@@ -43,9 +57,39 @@ def whole_modules(config: ModelConfig, words: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def rows_of_tokens(
+    config: ModelConfig, words: Sequence[str]
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return LoRA.rows of the tokens that --lora-trainable-token-indices names, in embedding and head.
+
+    A word is a number, or two with a hyphen: the first and the last one of consecutive tokens. Raises UsageError.
+    """
+    tokens = sorted({token for word in words for token in _tokens(word, config.vocab)})
+    modules = modules_of_tensors(config, [*_canonical_names(config)]) if tokens else ()
+    return tuple((module, tuple(tokens)) for module in modules)
+
+
+def _tokens(word: str, vocab: int) -> range:
+    first, hyphen, last = word.partition("-")
+    if not (first.isdecimal() and (last.isdecimal() or not hyphen)):
+        raise UsageError(
+            f"--lora-trainable-token-indices {word}: is no token; give numbers, as in 128256 128257 or 128256-128300"
+        )
+    found = range(int(first), int(last or first) + 1)
+    if not found or found[-1] >= vocab:
+        raise UsageError(
+            f"--lora-trainable-token-indices {word}: the model has the tokens 0 to {vocab - 1}"
+        )
+    return found
+
+
+def _canonical_names(config: ModelConfig) -> list[str]:
+    return [part for native in whole_tensors(config).values() for part in native.parts]
+
+
 def modules_of_tensors(config: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
     """Return Megatron core's paths of the modules of canonical tensors; both of a tied model."""
-    found = {_MODULES[name] for name in names}
+    found = {MODULES[name] for name in names}
     return tuple(sorted({EMBEDDING, HEAD} if found and config.tie_embeddings else found))
 
 
@@ -53,6 +97,6 @@ def _paths(config: ModelConfig) -> list[tuple[str, str]]:
     """Return (path, Megatron core's path) of embedding and head, under transformers' names and core's."""
     found = []
     for name, native in whole_tensors(config).items():
-        core = _MODULES[next(iter(native.parts))]
+        core = MODULES[next(iter(native.parts))]
         found += [(name.rpartition(".")[0], core), (core, core)]
     return found

@@ -25,6 +25,8 @@ from tests.trainer.loop.launches import train
 pytestmark = pytest.mark.oracle
 
 NAMES = ("small", "large", "whole")
+ROWS = ("few", "more")
+"""Adapters that have rows of single tokens."""
 WHOLE = ("model.embed_tokens.weight", "lm_head.weight")
 PROMPT = (5, 9, 3, 7, 1)
 
@@ -36,6 +38,7 @@ def write_adapter(
     alpha: float,
     ends: tuple[str, ...],
     whole: tuple[str, ...] = (),
+    tokens: tuple[int, ...] = (),
 ) -> None:
     """An adapter as peft writes it, with random values for the matrices whose names end so, and for whole tensors."""
     random = torch.Generator().manual_seed(rank)
@@ -50,6 +53,9 @@ def write_adapter(
         elif name in whole:
             noise = torch.randn(weight.shape, generator=random)
             tensors[f"base_model.model.{name}"] = weight + noise * weight.std()
+        elif name in WHOLE and tokens:
+            rows = torch.randn(len(tokens), weight.shape[1], generator=random) * weight.std()
+            tensors[f"base_model.model.{module}.token_adapter.trainable_tokens_delta"] = rows
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -57,6 +63,7 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": list(ends),
+        "trainable_token_indices": {"embed_tokens": tokens, "lm_head": tokens} if tokens else None,
     }
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
@@ -72,7 +79,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_adapter(root / "base", root / "small", 2, 4.0, ("q_proj", "v_proj"))
     write_adapter(root / "base", root / "large", 4, 2.0, ("o_proj", "up_proj", "down_proj"))
     write_adapter(root / "base", root / "whole", 3, 6.0, ("k_proj",), WHOLE)
-    for name in NAMES:
+    write_adapter(root / "base", root / "few", 3, 6.0, ("k_proj",), tokens=(9, 3))
+    write_adapter(root / "base", root / "more", 2, 6.0, ("v_proj",), tokens=(4, 9, 7))
+    for name in NAMES + ROWS:
         megaconv.merge(root / "base", str(root / name), root / f"{name}-merged")
     return root
 
@@ -113,6 +122,20 @@ def test_an_adapter_scores_as_the_merged_model(
     torch.testing.assert_close(
         scored.log_probs, merged_scores(models, directory), atol=1e-5, rtol=1e-5
     )
+
+
+def test_adapters_with_rows_of_their_own_tokens_score_as_the_merged_models(models: Path) -> None:
+    """Two adapters have rows of different tokens; those of the others are the base's."""
+    model = opened(
+        models / "base", *(str(models / name) for name in ("few", "small", "more"))
+    ).model
+    names = ("base", "few-merged", "small-merged", "more-merged")
+    for number in (2, 1, 3, 0):
+        [scored] = model.score([PROMPT], adapter=number)
+        expected = merged_scores(models, names[number])
+        torch.testing.assert_close(scored.log_probs, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UsageError, match="for the embedding, and another adapter has it whole"):
+        opened(models / "base", str(models / "few"), str(models / "whole"))
 
 
 def test_an_adapter_of_another_base_is_pointed_out(
@@ -161,12 +184,15 @@ def test_a_directory_of_an_adapter_may_have_an_equals_sign(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("adapter", ["large", "whole", "more"])
 @pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
-def test_two_ranks_generate_with_the_adapter(layout: str, models: Path, tmp_path: Path) -> None:
+def test_two_ranks_generate_with_the_adapter(
+    layout: str, adapter: str, models: Path, tmp_path: Path
+) -> None:
     flags = f"--dtype fp32 --max-new-tokens 8 {layout}"
-    train(tmp_path, 2, f"generate --load {models}/base --adapter {models}/large Hello {flags}")
+    train(tmp_path, 2, f"generate --load {models}/base --adapter {models}/{adapter} Hello {flags}")
     with_adapter = (tmp_path / "log-0.txt").read_text()
-    train(tmp_path, 2, f"generate --load {models}/large-merged Hello {flags}")
+    train(tmp_path, 2, f"generate --load {models}/{adapter}-merged Hello {flags}")
     assert with_adapter == (tmp_path / "log-0.txt").read_text()
 
 

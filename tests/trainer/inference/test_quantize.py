@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.cli import main
@@ -20,6 +19,7 @@ from megatron_lite.inference.slots import Scored
 from megatron_lite.models.ends import Head
 from megatron_lite.processes import launch
 from megatron_lite.products.int8_kernels import has_int8_products
+from megatron_lite.products.product import PLAIN
 from megatron_lite.settings.parallel import Parallel
 from tests.memory import growth
 from tests.trainer.inference.conversations import save
@@ -157,18 +157,20 @@ def test_adapters_are_computed_beside_the_rounded_matrices(tied: Path, tmp_path:
     assert error < effect / 2
 
 
-def test_a_head_that_an_adapter_has_whole_stays_plain(tmp_path: Path) -> None:
-    save(tmp_path / "base", "qwen3", head_dim=16)
-    write_adapter(tmp_path / "base", tmp_path / "own", 4, 8.0, ("down_proj",), WHOLE)
-    model = opened(tmp_path / "base", adapter=[str(tmp_path / "own")]).model
-    [chunk] = model.engine.chunks
-    head = chunk.get_parameter("output_layer.weight")
-    own = load_file(tmp_path / "own" / "adapter_model.safetensors")
-    assert head[: len(own["base_model.model.lm_head.weight"])].equal(
-        own["base_model.model.lm_head.weight"]
-    )
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_an_adapter_changes_stays_plain(tied: bool, tmp_path: Path) -> None:
+    save(tmp_path / "base", "qwen3", head_dim=16, tie_word_embeddings=tied)
+    adapter = tmp_path / "own"
+    if tied:
+        write_adapter(tmp_path / "base", adapter, 4, 8.0, ("down_proj",), tokens=(5, 9))
+    else:
+        write_adapter(tmp_path / "base", adapter, 4, 8.0, ("down_proj",), WHOLE)
+    model = opened(tmp_path / "base", adapter=[str(adapter)]).model
     [found] = model.score([ROW])
-    expected = score(tmp_path / "base", quantize=None, adapter=[str(tmp_path / "own")])
+    [chunk] = model.engine.chunks
+    [head] = [module for module in chunk.modules() if isinstance(module, Head)]
+    assert head.product_of_logits is PLAIN
+    expected = score(tmp_path / "base", quantize=None, adapter=[str(adapter)])
     assert (found.log_probs - expected.log_probs).abs().mean() < 0.1
 
 

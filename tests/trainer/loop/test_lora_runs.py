@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import megaconv
-from megaconv.checkpoint import open_checkpoint
 from tests.trainer.loop.launches import metrics, train
 from tests.trainer.loop.test_manners import refused
 
@@ -66,16 +65,30 @@ def test_a_run_saves_what_peft_loads_and_goes_on_to_the_same_bits_and_at_another
             ), key
 
 
-def test_a_run_with_whole_embedding_and_head_goes_on_to_the_same_bits_and_at_another_layout(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("flags", "told", "name", "shape"),
+    [
+        (
+            "--lora-modules-to-save embed_tokens lm_head",
+            "with the embedding and the head whole, fresh: ",
+            "lm_head.weight",
+            (99, 32),
+        ),
+        (
+            "--lora-trainable-token-indices 8 97-98",
+            "with the rows of 3 tokens in the embedding and the head, fresh: ",
+            "lm_head.token_adapter.trainable_tokens_delta",
+            (3, 32),
+        ),
+    ],
+)
+def test_a_run_with_embedding_and_head_goes_on_to_the_same_bits_and_at_another_layout(
+    flags: str, told: str, name: str, shape: tuple[int, int], tmp_path: Path
 ) -> None:
-    words = f"{FRESH} --lora-modules-to-save embed_tokens lm_head --train-iters 4 --save ckpt"
-    log = train(tmp_path / "whole", 1, words).log(0)
-    assert "on q_proj v_proj linear_fc2, with the embedding and the head whole, fresh: " in log
+    words = f"{FRESH} {flags} --train-iters 4 --save ckpt"
+    assert f"on q_proj v_proj linear_fc2, {told}" in train(tmp_path / "whole", 1, words).log(0)
     expected = weights(tmp_path / "whole", 4)
-    embedding = expected["base_model.model.model.embed_tokens.weight"]
-    base = open_checkpoint(BASE).tensors["embed.weight"]
-    assert embedding.shape == tuple(base.shape)
+    assert expected[f"base_model.model.{name}"].shape == shape
 
     for name, size, layout in (
         ("same", 1, ""),
@@ -145,6 +158,22 @@ def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -
         (
             f"--lora-load {ADAPTER} --lora-modules-to-save lm_head",
             "--lora-modules-to-save lm_head contradicts the adapter",
+        ),
+        (
+            f"--lora-load {ADAPTER} --lora-trainable-token-indices 3",
+            "--lora-trainable-token-indices 3 contradicts the adapter",
+        ),
+        (
+            "--lora-rank 4 --lora-trainable-token-indices 97-99",
+            "--lora-trainable-token-indices 97-99: the model has the tokens 0 to 98",
+        ),
+        (
+            "--lora-rank 4 --lora-trainable-token-indices 3,4",
+            "--lora-trainable-token-indices 3,4: is no token; give numbers, as in",
+        ),
+        (
+            "--lora-rank 4 --lora-trainable-token-indices 3 --lora-modules-to-save lm_head",
+            "exclude each other: a whole module has the rows of all tokens",
         ),
     ],
 )

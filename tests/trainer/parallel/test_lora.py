@@ -21,7 +21,9 @@ from megatron_lite.checkpoint.adapters import (
     values_of_base,
 )
 from megatron_lite.checkpoint.peft import adapter_files, read_adapter
+from megatron_lite.checkpoint.token_rows import rows_of_base
 from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.checkpoint.whole_modules import as_floats
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.lora.adapter import Adapter
@@ -112,7 +114,7 @@ def make(case: Case, *, trained: bool = True) -> Engine:
     if start is not None:
         load_adapters(engine, {Key(name): tensor for name, tensor in start.tensors.items()})
     else:
-        init_adapters(engine, seed=7)
+        init_adapters(engine, 7, source.tensors)
     return engine
 
 
@@ -149,6 +151,8 @@ CASES = [
     Case("gpt-oss", tp=2, ep=2, sequence_parallel=True),
     Case("llama-whole", tp=2, dp=2, sequence_parallel=True, distributed=True),
     Case("llama-tied-whole", tp=2, pp=2),
+    Case("llama-rows", tp=2, dp=2, distributed=True),
+    Case("llama-tied-rows", tp=2, pp=2, sequence_parallel=True),
 ]
 FURTHER = [
     Case("llama-all-linear"),
@@ -170,6 +174,12 @@ FURTHER = [
     Case("llama-whole", pp=2, cp=2, recompute=Recompute("full")),
     Case("llama-tied-whole"),
     Case("llama-tied-whole", pp=2, dp=2, distributed=True),
+    Case("llama-rows"),
+    Case("llama-rows", pp=2, cp=2, recompute=Recompute("full")),
+    Case("llama-rows", tp=2, sequence_parallel=True),
+    Case("llama-tied-rows"),
+    Case("llama-tied-rows", tp=2),
+    Case("llama-tied-rows", pp=2, dp=2, distributed=True),
 ]
 
 
@@ -246,6 +256,10 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
         ("llama-whole", LoRA(2, 4.0, whole=(HEAD,))),
         ("llama-tied-whole", LoRA(2, 4.0, whole=(EMBEDDING, HEAD))),
         ("gpt2-conv1d", LoRA(2, 4.0, whole=(EMBEDDING, HEAD))),
+        ("llama-rows", LoRA(2, 4.0, rows=((EMBEDDING, (8, 98)), (HEAD, (8, 98))))),
+        ("llama-rows", LoRA(2, 4.0, rows=((EMBEDDING, (8, 98)),))),
+        ("llama-tied-rows", LoRA(2, 4.0, rows=((EMBEDDING, (8, 98)), (HEAD, (8, 98))))),
+        ("gpt2-conv1d", LoRA(2, 4.0, rows=((EMBEDDING, (8, 98)), (HEAD, (8, 98))))),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.targets),
 )
@@ -360,7 +374,7 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
         (directory / name).write_bytes(content)
     back = read_adapter(directory, engine.config)
     assert (back.options.rank, back.options.scale) == (lora.rank, lora.scale)
-    assert back.options.whole == lora.whole
+    assert (back.options.whole, back.options.rows) == (lora.whole, lora.rows)
     assert back.tensors.keys() == saved.keys()
     assert all(torch.equal(tensor.values, saved[name]) for name, tensor in back.tensors.items())
     again = Engine(engine.config, engine.grid, replace(engine.options, lora=back.options), None)
@@ -377,6 +391,54 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     assert logits is not None
     assert unmerged is not None
     assert (logits - unmerged).abs().max() <= 1e-5 * unmerged.abs().max()
+
+
+@pytest.mark.parametrize("model", ["llama-rows", "llama-tied-rows"])
+def test_rows_of_tokens_are_written_as_peft_writes_them(model: str) -> None:
+    source = open_checkpoint(PEFT / f"peft-{model}" / "base")
+    adapter = read_adapter(TRAINED / f"lora-{model}", source.config)
+    values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
+    files = adapter_files(values, source.config, adapter.options, "base")
+    ours = load(files["adapter_model.safetensors"])
+    theirs = load_file(TRAINED / f"lora-{model}" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    order = torch.tensor([3, 0, 1, 2])  # peft's tokens are 9, 40, 98, 3
+    for name, tensor in ours.items():
+        expected = theirs[name][order] if "token_adapter" in name else theirs[name]
+        assert torch.equal(tensor, expected)
+    tokens = json.loads(files["adapter_config.json"])["trainable_token_indices"]
+    assert all(each == [3, 9, 40, 98] for each in tokens.values())
+    modules = {"embed_tokens"} if source.config.tie_embeddings else {"embed_tokens", "lm_head"}
+    assert tokens.keys() == modules
+
+
+@pytest.mark.parametrize("model", ["llama-rows", "llama-tied-rows"])
+def test_fresh_rows_begin_as_those_of_the_base_and_only_they_learn(model: str) -> None:
+    rows = (EMBEDDING, (8, 98)), (HEAD, (8, 98))
+    case = Case(model, lora=LoRA(2, 4.0, ("q_proj",), rows=rows))
+    engine, source = make(case), open_checkpoint(case.base)
+    plain = Engine(engine.config, engine.grid, replace(engine.options, lora=None), None)
+    load_weights(plain, source.tensors)
+    batch = batches(case, 0, engine)[0]
+    before, fresh = plain.logits(batch), engine.logits(batch)
+    assert before is not None
+    assert fresh is not None
+    assert torch.equal(before, fresh)
+    for step in range(2):
+        engine.train_step(batches(case, step, engine), 1e-2)
+    found = {key.name: t for key, t in gather_adapters(engine).items() if key.slot == WEIGHT}
+    learned = [name for name in found if name.endswith("token_rows")]
+    assert len(learned) == (1 if source.config.tie_embeddings else 2)
+    for name in learned:
+        matrix = source.tensors[name.removesuffix(".token_rows")]
+        start = rows_of_base(engine, source.tensors)[name]
+        assert (found[name] - as_floats(start)).abs().max() > 1e-3
+        assert matrix.shape[0] == 99
+    engine.logits(batch)  # writes the rows into the head
+    for _, name, tensor in engine.parameters():
+        expected = plain.chunks[0].get_parameter(name)
+        different = (tensor != expected).any(-1).nonzero().flatten().tolist()
+        assert not different or set(different) <= {8, 98}
 
 
 @pytest.mark.parametrize("model", ["llama-whole", "llama-tied-whole"])
@@ -404,8 +466,9 @@ def test_only_the_whole_modules_that_are_named_learn_beside_adapters() -> None:
     assert changed == {"output_layer.weight"}
 
 
-def test_a_reference_without_adapters_has_the_embedding_of_the_base() -> None:
-    case = Case("llama-whole")
+@pytest.mark.parametrize("model", ["llama-whole", "llama-rows", "llama-tied-rows"])
+def test_a_reference_without_adapters_has_the_embedding_of_the_base(model: str) -> None:
+    case = Case(model)
     source = open_checkpoint(case.base)
     engine = make(case)
     batch = batches(case, 0, engine)[0]

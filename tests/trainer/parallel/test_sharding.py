@@ -180,7 +180,17 @@ def test_gradients_of_whole_matrices_are_kept_by_their_owners_alone() -> None:
     assert 0.9 * sum(whole) < sum(first) + sum(second) < 1.1 * sum(whole)
 
 
-@pytest.mark.parametrize("model", ["llama-all-linear", "mixtral-experts"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "llama-all-linear",
+        "mixtral-experts",
+        "llama-whole",
+        "llama-tied-whole",
+        "llama-rows",
+        "llama-tied-rows",
+    ],
+)
 def test_frozen_parameters_are_sharded_beside_adapters(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +208,8 @@ def test_frozen_parameters_are_sharded_beside_adapters(
     losses, found = run_ranks(2, train_adapters, case, 3)[0]
     assert losses == pytest.approx(expected, rel=1e-5)
     assert found.keys() == adapters.keys()
+    for key, tensor in adapters.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-3, atol=1e-5)
     assert any(each.shard.dtype == each.whole.dtype for each in made), "frozen ones"
 
 

@@ -73,6 +73,7 @@ def test_shards_of_adapters_are_those_of_a_tensor_rank(model: str, world: World)
         ("deepseek_v3", ALL),
         ("qwen3", WHOLE),
         ("gpt2", WHOLE),
+        ("qwen3", LoRA(4, 8.0, rows=((EMBEDDING, (3, 5)), (HEAD, (3, 5))))),
         ("qwen3", LoRA(4, 8.0, whole=(EMBEDDING,))),
         ("qwen3", LoRA(4, 8.0, whole=(HEAD,))),
     ],

@@ -25,6 +25,7 @@ from tests.trainer.planning.recorded import (
 
 FULL = Recompute("full")
 ADAPTERS = LoRA(4, 8.0)
+ROWS = LoRA(4, 8.0, rows=((EMBEDDING, (3, 5, 40)), (HEAD, (3, 5, 40))))
 WHOLE = LoRA(4, 8.0, whole=(EMBEDDING, HEAD))
 STEPS = [
     Planned("qwen3", tp=2, dp=2, sequence=True, distributed=True),
@@ -110,6 +111,9 @@ STEPS = [
     Planned("qwen3", dp=2, distributed=True, zero=3, lora=LoRA(4, 8.0, whole=(HEAD,))),
     Planned("gpt2", pp=2, dp=2, distributed=True, lora=WHOLE),
     Planned("gpt2", dp=2, distributed=True, zero=3, lora=WHOLE),
+    Planned("llama", tp=2, pp=2, sequence=True, lora=ROWS),
+    Planned("qwen3", tp=2, dp=2, distributed=True, lora=ROWS),
+    Planned("gpt2", dp=2, distributed=True, zero=3, lora=ROWS),
     Planned("llama", tp=2, pp=2, sequence=True, pairs=True),
     Planned("qwen3", tp=2, dp=2, distributed=True, recompute=FULL, pairs=True),
     Planned("llama", tp=2, dp=2, sequence=True, pairs=True, lora=ADAPTERS),

@@ -97,6 +97,12 @@ FURTHER = {
     "delayed fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="delayed"))))),
     "dropout": Option(Case("qwen3", recompute=FULL, options=DROPOUT)),
     "lora": Option(Case("llama", options=(("lora", LORA),))),
+    "lora, rows of tokens": Option(
+        Case(
+            "qwen3",
+            options=(BF16, ("lora", replace(LORA, rows=((EMBEDDING, (3, 9)), (HEAD, (3, 9)))))),
+        )
+    ),
     "lora, embedding and head whole": Option(
         Case("qwen3", options=(BF16, ("lora", replace(LORA, whole=(EMBEDDING, HEAD)))))
     ),
