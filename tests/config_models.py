@@ -12,6 +12,7 @@ from megaconv.model.described import value_of
 from megaconv.model.fields import changed, from_fields, one_or_each, per_layer
 from tests.strategies import (
     BEYOND_MEGATRON,
+    OF_BART,
     OF_T5,
     Draw,
     has_linear_attention,
@@ -740,6 +741,20 @@ OF_T5_KEYS: Raw = {
     "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
 }
+OF_BART_KEYS: Raw = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 8,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 56,
+    "vocab_size": 131,
+    "max_position_embeddings": 64,
+    "activation_function": "gelu",
+    "scale_embedding": False,
+    "pad_token_id": 1,
+}
 OF_ROBERTA: Raw = {
     "hidden_size": 32,
     "intermediate_size": 56,
@@ -751,7 +766,11 @@ OF_ROBERTA: Raw = {
     "layer_norm_eps": 1e-5,
     "pad_token_id": 1,
 }
-OTHER_WORDS: dict[str, Raw] = {**dict.fromkeys(OF_T5, OF_T5_KEYS), "roberta": OF_ROBERTA}
+OTHER_WORDS: dict[str, Raw] = {
+    **dict.fromkeys(OF_T5, OF_T5_KEYS),
+    **dict.fromkeys(OF_BART, OF_BART_KEYS),
+    "roberta": OF_ROBERTA,
+}
 """Family -> the keys of its config.json, if they aren't Llama's."""
 
 

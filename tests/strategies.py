@@ -240,9 +240,11 @@ OTHER_MIXERS = (
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 OTHER_MLPS = ("apertus", "apertus1p5_text")
 """Families with MLPs that Megatron core lacks."""
+OF_BART = ("bart", "m2m_100", "marian", "mbart")
 OF_T5 = ("mt5", "umt5")
 """Families with an encoder and a decoder, beside T5 itself."""
 BETWEEN_FILES = (
+    *OF_BART,
     *OF_T5,
     "roberta",
     "bailing_hybrid",
@@ -482,7 +484,7 @@ def retrieval_fields(draw: Draw) -> dict[str, Any]:
 def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) -> ModelConfig:
     """A model that a naming can say, for `tp` ranks, `ep` times `etp` of its experts, to share."""
     layers, kv_heads = draw(st.integers(1, 5)), tp * draw(st.integers(1, 3))
-    is_multi_head = family in ("gpt2", "bert", "roberta", "t5", *OF_T5)
+    is_multi_head = family in ("gpt2", "bert", "roberta", "t5", *OF_BART, *OF_T5)
     heads = kv_heads * (1 if is_multi_head else draw(st.integers(1, 3)))
     if family == "deepseek_v4":
         heads *= COMPRESSED["compressed.out_groups"]
@@ -546,6 +548,11 @@ def models(draw: Draw, family: str, naming: Naming, tp: int, ep: int, etp: int) 
     if family == "roberta":
         own = {"token_types": draw(st.integers(1, 2)), "head.pooler": draw(st.booleans())}
         return changed(config, {**families()[family].fixed, **own})
+    if family in OF_BART:
+        sizes = {name: draw(st.integers(1, 4)) for name in ("layers", "ffn", "heads")}
+        own = {f"encoder.{name}": size for name, size in sizes.items()}
+        flags = dict.fromkeys(FEATURES.values(), False)
+        return changed(config, {**flags, **own, **families()[family].fixed})
     if family in OF_T5:
         sizes = {
             "encoder.layers": draw(st.integers(1, 4)),

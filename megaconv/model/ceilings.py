@@ -44,7 +44,7 @@ _FIELDS = {
     "mamba1.width": WIDTH, "mamba1.state": WIDTH, "mamba1.conv": WIDTH, "mamba1.rank": WIDTH, "mamba1.heads": WIDTH,
     "attention.kept_keys": POSITIONS, "convolved.channels": WIDTH, "convolved.heads": WIDTH, "experts.router_width": WIDTH,
     "relative.width": WIDTH, "relative.extent": POSITIONS, "sublayer_conv": WIDTH, "experts.scored_shared": EXPERTS,
-    "head.left_out": VOCABULARY,
+    "head.left_out": VOCABULARY, "encoder.ffn": WIDTH, "encoder.heads": WIDTH,
     "recurrent.head_dim": WIDTH, "recurrent.conv": WIDTH, "blocks.count": LAYERS, "blocks.adapter_rank": WIDTH,
     "mamba.groups": WIDTH, "mamba.state": WIDTH, "token_types": WIDTH, "vocab": VOCABULARY, "max_positions": POSITIONS,
     "positions.buckets": WIDTH, "head.classes": WIDTH, "positions.max_distance": POSITIONS, "layers.window": POSITIONS,

@@ -64,6 +64,7 @@ class ModelConfig(DescribedModel):
             "half_values": self.attention.kv_heads * self.attention.head_dim // 2,
             "qk_channels": (self.attention.heads + self.attention.kv_heads)
             * self.attention.head_dim,
+            "encoder_ffn": self.encoder.ffn or self.mlp.ffn,
             "mamba1_head_dim": self.mamba1.width // (self.mamba1.heads or 1),
             "mamba1_inputs": self.mamba1.rank + 2 * self.mamba1.state,
             "conv_channels": self.hidden,

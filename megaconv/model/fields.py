@@ -90,6 +90,8 @@ STRUCTURE = (
     ),
     *(
         "encoder.layers",
+        "encoder.ffn",
+        "encoder.heads",
         "retrieval.layers",
         "norm.final",
         "norm.weight",

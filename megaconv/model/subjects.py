@@ -339,6 +339,10 @@ class Encoder:
 
     layers: int = 0
     """Number of encoder layers; 0 if there is only one stack."""
+    ffn: int = 0
+    """Width of the encoder's MLPs; 0 for mlp.ffn, that of the decoder's."""
+    heads: int = 0
+    """Attention heads of the encoder, which are together as wide as those of the decoder; 0 for attention.heads."""
 
 
 @dataclass(frozen=True)

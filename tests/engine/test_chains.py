@@ -23,7 +23,7 @@ from megaconv.model.natives import native_tensors
 from tests.config_models import BEYOND_MEGATRON, raw_config, raw_gpt2
 from tests.families.test_encoder_config import BERT, T5
 from tests.models import write_config
-from tests.strategies import OF_T5
+from tests.strategies import OF_BART, OF_T5
 
 FAMILIES = sorted(families().keys() - {"biencoder", "retro", *BEYOND_MEGATRON})
 """All families with a config.json that Megatron's formats can hold."""
@@ -45,6 +45,9 @@ def config_of(family: str, random: Random) -> dict[str, Any]:
         return raw_gpt2(n_layer=layers, n_head=4, vocab_size=vocab)
     if family == "bert":
         return BERT | {"num_attention_heads": 4, "num_hidden_layers": layers, "vocab_size": vocab}
+    if family in OF_BART:
+        sizes = {f"{stack}_layers": random.randint(1, 4) for stack in ("encoder", "decoder")}
+        return raw_config(family) | {**sizes, "vocab_size": vocab}
     if family in ("t5", *OF_T5):
         own = T5 if family == "t5" else raw_config(family)
         return own | {

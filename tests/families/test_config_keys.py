@@ -15,7 +15,7 @@ from megaconv.families.parts.keys import OFF
 from megaconv.model.fields import fields_of
 from tests.config_models import WITHOUT_CLASS, WITHOUT_CONFIG
 from tests.families.test_same_function import BERT, T5, raw_config, raw_gpt2
-from tests.strategies import OF_T5
+from tests.strategies import OF_BART, OF_T5
 
 FAMILIES = sorted(families().keys() - set(WITHOUT_CONFIG))
 """All families with a config.json."""
@@ -75,7 +75,7 @@ SILENT = {
     ("baichuan", "model_max_length"),
     # keys of generation alone
     ("gpt_neox", "is_decoder"), ("gpt_neox_japanese", "is_decoder"), ("xglm", "decoder_start_token_id"),
-    *((name, "decoder_start_token_id") for name in ("t5", *OF_T5)),
+    *((name, "decoder_start_token_id") for name in ("t5", *OF_BART, *OF_T5)),
     # keys of rope scaling, which none of these models has
     *((name, "original_max_position_embeddings") for name in FAMILIES),
     # another name for num_experts, which wins where both are there
@@ -100,6 +100,7 @@ SILENT = {
 WITHOUT_COMMON_WINDOWS = (
     "roberta",
     *("nemotron_h", "inkling_text", "iquestcoder", "recurrent_gemma", "modernbert_decoder"),
+    *OF_BART,
     *OF_T5,
 )
 """Families that have no windows, or keys of their own for them."""

@@ -51,6 +51,7 @@ from tests.strategies import (
     BETWEEN_FILES,
     FEATURES,
     MIXED_LAYERS,
+    OF_BART,
     OF_T5,
     SPELLED,
     has_experts,
@@ -137,6 +138,9 @@ def everything(family: str, naming: Naming = CORE) -> ModelConfig:
             "retriever.pooler": True,
         }
         return changed(config, {"attention.kv_heads": 4, "token_types": 2, **towers})
+    if family in OF_BART:
+        sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "encoder.ffn": 5}
+        return changed(config, {**own_fields(family), **sizes})
     if family in ("t5", *OF_T5):
         sizes = {"attention.kv_heads": 4, "encoder.layers": 3, "positions.buckets": 6}
         own = own_fields(family)
@@ -274,6 +278,9 @@ def every_kind(family: str) -> list[ModelConfig]:
             for layers in (6, 16)
             for made in (config, changed(config, {"mlp.gated": False}))
         ]
+    if family in OF_BART:
+        every = {"norm.embedding": True, "norm.final": True, "head.bias": True}
+        return [changed(config, {**every, "positions.kind": "learned"})]
     if family in ("t5", *OF_T5):
         return [
             config,

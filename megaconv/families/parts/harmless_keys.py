@@ -35,12 +35,13 @@ _BY_REASON: Mapping[str, str] = {
         classifier_dropout dropout dropout_rate emb_pdrop embd_pdrop embed_dropout embedding_dropout hidden_dropout
         hidden_dropout_prob input_jitter_noise layerdrop mlp_dropout mtp_loss_scaling_factor resid_dropout resid_pdrop
         residual_dropout router_aux_loss_coef router_jitter_noise slow_but_exact z_loss_coefficient
+        decoder_layerdrop encoder_layerdrop
     """,
     "for generation only: which logits are computed, and the states that a cache keeps": """
         num_logits_to_keep number_of_conv_states
     """,
     "tokens that only generation and tokenizers use": """
-        cls_token_id eod_token_id sep_token_id
+        cls_token_id eod_token_id forced_eos_token_id sep_token_id
     """,
     "heads for other tasks, which no model here has": """
         pooling summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
