@@ -71,7 +71,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
         None if chosen.tokenizer is None else NewTokenizer.of(chosen.tokenizer, header, place)
     )
     special = SpecialTokens() if tokenizer is None else tokenizer.special
-    before, after = header.config.vocab, _size(header, chosen, tokenizer)
+    before, after = header.config.vocab, _size(header, chosen, tokenizer, place)
     present = [] if tokenizer is None else tokenizer.in_present_rows(min(before, after))
     filled = present if chosen.new_rows is not None else []
     changed = [*filled, *range(before, after)]
@@ -97,7 +97,9 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     return NewVocabulary(source, made, frozenset(tables), new, notices)
 
 
-def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | None) -> int:
+def _size(
+    header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | None, place: str
+) -> int:
     """The tokens of the output. Raises UsageError for fewer than its tokenizer has."""
     needed = 0 if tokenizer is None else tokenizer.tokens.count
     if chosen.size is None:
@@ -107,11 +109,11 @@ def _size(header: Header, chosen: VocabularyChoice, tokenizer: NewTokenizer | No
             f"--vocab-size {chosen.size}: the tokenizer in {chosen.tokenizer} needs {needed} rows or more"
         )
     if chosen.size < header.config.vocab:
-        _require_unused(header, chosen.size, tokenizer)
+        _require_unused(header, chosen.size, tokenizer, place)
     return chosen.padded(chosen.size)
 
 
-def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -> None:
+def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None, place: str) -> None:
     """Raise UsageError if the last rows are of tokens in use. tokenizer: None if the input's own stays."""
     files = tokenizer_files(header) if tokenizer is None else {}
     for kind in kinds_of(files)[:1]:
@@ -131,8 +133,13 @@ def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None) -
     }
     for name, number in named.items():
         if number >= size:
+            remedy = (
+                f"choose {number + 1} or more"
+                if number < header.config.vocab
+                else "correct the file"
+            )
             raise UsageError(
-                f"--vocab-size {size}: {name} of the model names the token {number}; choose {number + 1} or more"
+                f"--vocab-size {size}: {name} of {place} names the token {number}; {remedy}"
             )
 
 

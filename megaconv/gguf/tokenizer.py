@@ -117,7 +117,7 @@ def _tokens(
         with well_formed(file.where):
             content = file.content()
             _require_bpe(content, file.where)
-            found = _sentencepiece(content, _added(files, settings), config)
+            found = _sentencepiece(content, _added(files, settings), config, file.where)
             if not _puts_space_first(content, settings, config):
                 found["add_space_prefix"] = Value("bool", False)
     elif "tokenizer.json" in files:
@@ -183,15 +183,23 @@ def _added(
     files: Mapping[str, SmallFile], settings: Mapping[str, Any]
 ) -> dict[int, Mapping[str, Any]]:
     """Number -> content, special, rstrip ... of the tokens that other files add to a tokenizer.model."""
+    found: dict[int, Mapping[str, Any]]
     if "tokenizer.json" in files:
+        name = "tokenizer.json"
         listed = files["tokenizer.json"].json().get("added_tokens") or ()
-        return {token["id"]: token for token in listed}
-    if decoder := settings.get("added_tokens_decoder"):
-        return {int(number): token for number, token in decoder.items()}
-    if "added_tokens.json" in files:
+        found = {token["id"]: token for token in listed}
+    elif decoder := settings.get("added_tokens_decoder"):
+        name = "tokenizer_config.json"
+        found = {int(number): token for number, token in decoder.items()}
+    elif "added_tokens.json" in files:
+        name = "added_tokens.json"
         plain = files["added_tokens.json"].json()
-        return {number: {"content": text} for text, number in plain.items()}
-    return {}
+        found = {number: {"content": text} for text, number in plain.items()}
+    else:
+        return {}
+    numbers = {token["content"]: number for number, token in found.items()}
+    _require_numbers(numbers, files[name].where)
+    return found
 
 
 def _ids(
@@ -223,14 +231,14 @@ def _first(ids: int | tuple[int, ...] | None) -> int | None:
 
 
 def _sentencepiece(
-    content: bytes, added: Mapping[int, Mapping[str, Any]], config: ModelConfig
+    content: bytes, added: Mapping[int, Mapping[str, Any]], config: ModelConfig, where: str
 ) -> dict[str, Value]:
     """GGUF metadata of a tokenizer.model.
 
     added: further tokens by number. A token without a row in the embedding is left out.
     """
     pieces = read_pieces(content)
-    _require_room(len(pieces), config)
+    _require_room(len(pieces), config, where)
     pieces += [
         Piece(f"[PAD{index}]", -1000.0, UNUSED) for index in range(len(pieces), config.vocab)
     ]
@@ -281,7 +289,8 @@ def _byte_level(
         token for token in raw.get("added_tokens") or () if not _stands_for_image(token, config)
     ]
     ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
-    _require_room(max(ids.values()) + 1, config)
+    _require_numbers(ids, where)
+    _require_room(max(ids.values()) + 1, config, where)
     tokens = [f"[PAD{index}]" for index in range(config.vocab)]
     types = [UNUSED] * config.vocab
     for text, number in ids.items():
@@ -350,8 +359,17 @@ def _patterns_of(step: Mapping[str, Any]) -> tuple[str, ...]:
     return (json.dumps(step),)
 
 
-def _require_room(tokens: int, config: ModelConfig) -> None:
+def _require_numbers(tokens: Mapping[str, Any], where: str) -> None:
+    """Raise CorruptCheckpoint for a token with something else than a number from 0. tokens: text -> number."""
+    for text, number in tokens.items():
+        if type(number) is not int or number < 0:
+            raise CorruptCheckpoint(
+                f"{where}: token {text!r:.40} has the number {number!r:.40}; expected a whole number from 0"
+            )
+
+
+def _require_room(tokens: int, config: ModelConfig, where: str) -> None:
     if tokens > config.vocab:
         raise CorruptCheckpoint(
-            f"the tokenizer has {tokens:,} tokens, the embedding {config.vocab:,} rows"
+            f"{where}: the tokenizer has {tokens:,} tokens, the embedding {config.vocab:,} rows"
         )

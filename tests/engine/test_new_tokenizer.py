@@ -391,11 +391,13 @@ def test_rows_in_use_are_not_taken_away(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text()) | {"pad_token_id": 269}
     (model / "config.json").write_text(json.dumps(config))
     words[2] = tmp_path / "other"
-    named = "config.json of the model names the token 269; choose 270 or more"
+    named = f"config.json of {model} names the token 269; choose 270 or more"
     assert_refused(run(*words, 263), 2, named)
+    (model / "config.json").write_text(json.dumps(config | {"pad_token_id": 10**12}))
+    assert_refused(run(*words, 263), 2, f"{model} names the token 1000000000000; correct the file")
     (model / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 268]}')
-    assert_refused(run(*words, 263), 2, "generation_config.json of the model names the token 268")
+    assert_refused(run(*words, 263), 2, f"generation_config.json of {model} names the token 268")
 
 
 def test_the_file_of_a_tokenizer_asks_for_its_directory(model: Path, tmp_path: Path) -> None:

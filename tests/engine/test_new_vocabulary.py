@@ -218,7 +218,7 @@ def test_a_killed_run_is_not_continued_with_other_rows(llama: Path, tmp_path: Pa
         (["--pad-to-multiple-of", "268435455", "--vocab-size", "268435456"], "become 536,870,910"),
         (["--pad-to-multiple-of", "64", "--base", "."], "--pad-to-multiple-of and --base"),
         (["--pad-to-multiple-of", "64", "--vocab-size", "2"], "names the token 2; choose 3"),
-        (["--vocab-size", "2"], "config.json of the model names the token 2; choose 3 or more"),
+        (["--vocab-size", "2"], "names the token 2; choose 3 or more"),
         (["--tokenizer", "/no/such"], "--tokenizer /no/such: no such file or directory"),
     ],
 )

@@ -33,6 +33,8 @@ from tests.config_models import (
     raw_gpt2,
     read,
 )
+from tests.models import write_llama
+from tests.runs import assert_refused, run
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
@@ -131,6 +133,23 @@ def test_a_written_config_json_is_read_back_as_the_same_model(
             CorruptCheckpoint,
             "vocab_size should be a positive number, found '131'",
         ),
+        (
+            {"eos_token_id": float("nan")},
+            CorruptCheckpoint,
+            "eos_token_id should be the number of a",
+        ),
+        (
+            {"eos_token_id": [2, float("nan")]},
+            CorruptCheckpoint,
+            "eos_token_id should list numbers",
+        ),
+        (
+            {"eos_token_id": "</s>"},
+            CorruptCheckpoint,
+            "eos_token_id should be the number of a token",
+        ),
+        ({"bos_token_id": True}, CorruptCheckpoint, "bos_token_id should be the number of a token"),
+        ({"pad_token_id": [0]}, CorruptCheckpoint, "pad_token_id should be the number of a token"),
         ({"num_attention_heads": True}, CorruptCheckpoint, "num_attention_heads should be"),
         ({"num_key_value_heads": "4"}, CorruptCheckpoint, "num_key_value_heads"),
         ({"num_key_value_heads": 3}, CorruptCheckpoint, "num_key_value_heads"),
@@ -296,3 +315,17 @@ def test_half_a_character_in_a_configuration_is_written_as_it_was_spelled() -> N
         "use_cache": "\ud800",
         "torch_dtype": "bfloat16",
     }
+
+
+@pytest.mark.parametrize("saver", ["core", "hf"])
+def test_a_token_that_is_no_number_is_refused_with_the_path_of_its_file(
+    saver: str, tmp_path: Path
+) -> None:
+    """Its end of texts was left out without a word in Megatron's checkpoints."""
+    model = write_llama(tmp_path / "hf", layers=1)
+    file = model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": float("nan")}))
+    outcome = run("convert", model, tmp_path / "out", "--saver", saver)
+    assert_refused(
+        outcome, 3, f"{file}: eos_token_id should be the number of a token or null, found nan"
+    )

@@ -186,6 +186,26 @@ def test_ranks_of_tiktoken_alone_are_refused_with_what_they_lack(name: str, tmp_
     )
 
 
+@pytest.mark.parametrize("number", [-5, float("nan"), float("inf"), 2.5, None])
+@pytest.mark.parametrize("added", [True, False])
+def test_a_wrong_number_of_a_token_is_refused_with_its_file(
+    added: bool, number: float | None, tmp_path: Path
+) -> None:
+    """Python takes -5 for the fifth token from the end."""
+    source = shutil.copytree(BPE, tmp_path / "in")
+    file = source / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    if added:
+        tokenizer["added_tokens"][0]["id"] = number
+    else:
+        tokenizer["model"]["vocab"]["!"] = number
+    file.write_text(json.dumps(tokenizer))
+    outcome = run("convert", source, tmp_path / "out", "--saver", "gguf")
+    assert_refused(
+        outcome, 3, f"{file}: token ", f"has the number {number}; expected a whole number"
+    )
+
+
 @pytest.mark.parametrize(("text", "is_left_out"), [("<|image|>", True), ("<|other|>", False)])
 def test_a_token_after_the_last_row_is_left_out_if_it_stands_for_an_image(
     text: str, is_left_out: bool, tmp_path: Path
@@ -204,7 +224,8 @@ def test_a_token_after_the_last_row_is_left_out_if_it_stands_for_an_image(
         assert written(source, tmp_path / "out").values == expected
         return
     outcome = run("convert", source, tmp_path / "out", "--saver", "gguf")
-    assert_refused(outcome, 3, f"the tokenizer has {vocab + 1} tokens, the embedding {vocab} rows")
+    message = f"{file}: the tokenizer has {vocab + 1} tokens, the embedding {vocab} rows"
+    assert_refused(outcome, 3, message)
 
 
 def test_a_tokenizer_that_splits_text_in_an_unknown_way_asks_for_its_name(tmp_path: Path) -> None:

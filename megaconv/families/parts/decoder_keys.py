@@ -16,6 +16,8 @@ from megaconv.families.parts.keys import (
     flags,
     need_flag,
     need_size,
+    need_token,
+    need_tokens,
     number,
     size,
 )
@@ -51,21 +53,21 @@ Tokens = tuple[int | None, int | tuple[int, ...] | None, int | None]
 
 def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
     """Keys that have the same names in all architectures. tied: the default for a missing tie_word_embeddings."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    bos, eos, pad = tokens
 
     def read(raw: Raw) -> Fields:
-        found = {name: raw.get(name, default) for name, default in zip(names, tokens, strict=True)}
-        eos = found["eos_token_id"]
-        if isinstance(eos, list):
-            found["eos_token_id"] = tuple(eos)
-        return found
+        return {
+            "bos_token_id": need_token(raw, "bos_token_id", bos),
+            "eos_token_id": need_tokens(raw, "eos_token_id", eos),
+            "pad_token_id": need_token(raw, "pad_token_id", pad),
+        }
 
     def write(config: ModelConfig) -> Raw:
-        eos = config.eos_token_id
+        ends = config.eos_token_id
         return {
             "bos_token_id": config.bos_token_id,
             "pad_token_id": config.pad_token_id,
-            "eos_token_id": list(eos) if isinstance(eos, tuple) else eos,
+            "eos_token_id": list(ends) if isinstance(ends, tuple) else ends,
         }
 
     return (
@@ -76,7 +78,7 @@ def model_keys(*, tied: bool, tokens: Tokens) -> tuple[Keys, ...]:
             lambda config: {"tie_word_embeddings": config.tie_embeddings},
         ),
         Keys(("torch_dtype", "dtype"), _read_dtype, lambda config: {"torch_dtype": config.dtype}),
-        Keys(names, read, write),
+        Keys(("bos_token_id", "eos_token_id", "pad_token_id"), read, write),
     )
 
 

@@ -64,6 +64,34 @@ def need_size(raw: Raw, key: str, default: int | None = None) -> int:
     return value
 
 
+def need_token(raw: Raw, key: str, default: int | None) -> int | None:
+    """The number of a token, or None. Raises CorruptCheckpoint for anything else, such as NaN.
+
+    The number may lie outside of the vocabulary: many a model has -1 or the number of its tokens for padding.
+    """
+    value = raw.get(key, default)
+    if value is not None and type(value) is not int:
+        raise CorruptCheckpoint(
+            f"{CONFIG_NAME}: {key} should be the number of a token or null, found {value!r:.60}"
+        )
+    return value
+
+
+def need_tokens(
+    raw: Raw, key: str, default: int | tuple[int, ...] | None
+) -> int | tuple[int, ...] | None:
+    """The number of a token, the numbers of several, or None. Raises CorruptCheckpoint as need_token does."""
+    value = raw.get(key, default)
+    if not isinstance(value, list | tuple):
+        return need_token({key: value}, key, None)
+    for number in value:
+        if type(number) is not int:
+            raise CorruptCheckpoint(
+                f"{CONFIG_NAME}: {key} should list numbers of tokens, found {number!r:.60}"
+            )
+    return tuple(value)
+
+
 def need_number(raw: Raw, key: str, default: float) -> float:
     """The number of a key. Raises CorruptCheckpoint for anything else."""
     value = raw.get(key, default)
