@@ -96,6 +96,11 @@ def find(path: str | Path) -> PartialFile | None:
     return found
 
 
+def exist() -> bool:
+    """True if any file is a stand-in."""
+    return bool(_files)
+
+
 def fetch_whole(paths: Iterable[Path]) -> None:
     """Put the bytes of files into their local files. For libraries that open paths themselves."""
     files = [file for path in paths if (file := find(path)) is not None]

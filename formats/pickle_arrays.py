@@ -1,7 +1,6 @@
 """Tensors and numpy arrays in pickles: the records that the calls of torch and numpy which rebuild them give."""
 
 import re
-from dataclasses import replace
 from math import prod
 from typing import Any, cast
 
@@ -40,11 +39,7 @@ def naturals(values: object) -> Shape:
 
 def tensor_v1(storage: object, offset: object, shape: object, strides: object) -> TensorRecord:
     """The result of torch._utils._rebuild_tensor."""
-    (start,) = naturals((offset,))
-    record = TensorRecord(storage, start, naturals(shape), naturals(strides))
-    if len(record.shape) != len(record.strides):
-        raise MalformedError("a tensor with more axes than strides, or fewer")
-    return record
+    return _tensor(storage, offset, shape, strides, None)
 
 
 def tensor_v2(
@@ -52,8 +47,7 @@ def tensor_v2(
     grad: object, hooks: object, metadata: object = None,
 ) -> TensorRecord:  # fmt: skip
     """The result of torch._utils._rebuild_tensor_v2."""
-    record = tensor_v1(storage, offset, shape, strides)
-    return replace(record, negated=_is_negated(metadata))
+    return _tensor(storage, offset, shape, strides, metadata)
 
 
 def tensor_v3(
@@ -63,8 +57,22 @@ def tensor_v3(
     """The result of torch._utils._rebuild_tensor_v3."""
     if type(dtype) is not TorchDtype:
         raise MalformedError("a tensor without a dtype")
-    record = tensor_v1(storage, offset, shape, strides)
-    return replace(record, dtype=dtype.name, negated=_is_negated(metadata))
+    return _tensor(storage, offset, shape, strides, metadata, dtype.name)
+
+
+def _tensor(
+    storage: object,
+    offset: object,
+    shape: object,
+    strides: object,
+    metadata: object,
+    dtype: str | None = None,
+) -> TensorRecord:
+    """A checked record. metadata: the last argument of the functions that have it; otherwise None."""
+    (start,), sizes, steps = naturals((offset,)), naturals(shape), naturals(strides)
+    if len(sizes) != len(steps):
+        raise MalformedError("a tensor with more axes than strides, or fewer")
+    return TensorRecord(storage, start, sizes, steps, dtype, _is_negated(metadata))
 
 
 def _is_negated(metadata: object) -> bool:

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from formats.errors import CorruptCheckpoint
+from formats.held_range import Ranges
 from formats.streams import range_of
-from formats.tensor import InputFile
 
 _LOCAL = struct.Struct("<4s5H3I2H")
 _ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -44,9 +44,7 @@ class ZipEntry(NamedTuple):
     crc: int
 
 
-def read_directory(
-    file: InputFile, start: int = 0, nbytes: int | None = None
-) -> dict[str, ZipEntry]:
+def read_directory(file: Ranges, start: int = 0, nbytes: int | None = None) -> dict[str, ZipEntry]:
     """The entries of an archive by name, without folders. Offsets are those in the file.
 
     start, nbytes: the range of the archive in the file; the whole file by default.
@@ -96,7 +94,7 @@ def _header_span(info: ZipInfo, start: int) -> tuple[int, int]:
     return place, place + _LOCAL.size + len(info.orig_filename.encode())
 
 
-def _locate(file: InputFile, info: ZipInfo, start: int) -> ZipEntry:
+def _locate(file: Ranges, info: ZipInfo, start: int) -> ZipEntry:
     """The place of an entry whose two descriptions agree. start: offset of the archive."""
     what = f"{file.path}: the zip entry {info.orig_filename!r}"
     if _leads_out(info):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from formats.ceilings import DIRECTORY_BYTES
+from formats.held_range import Ranges
 from formats.regular_files import open_regular
 from formats.tensor import Bytes, InputFile
 
@@ -17,7 +18,7 @@ _BUFFER_BYTES = 64 << 10
 class _Range(io.RawIOBase):
     """A range of a file. One read gets at most the bytes of an archive's directory."""
 
-    def __init__(self, file: InputFile, start: int, nbytes: int) -> None:
+    def __init__(self, file: Ranges, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._position = file, start, nbytes, 0
 
     def seekable(self) -> bool:
@@ -49,7 +50,7 @@ class _Range(io.RawIOBase):
         return count
 
 
-def range_of(file: InputFile, start: int, nbytes: int) -> IO[bytes]:
+def range_of(file: Ranges, start: int, nbytes: int) -> IO[bytes]:
     """A range of a file as a file of its own."""
     return cast(IO[bytes], _Range(file, start, nbytes))
 

@@ -25,6 +25,7 @@ from formats import pickle_guard, torch_legacy
 from formats.ceilings import PICKLE_BYTES
 from formats.entry_check import EntryCheck
 from formats.errors import CorruptCheckpoint
+from formats.held_range import Ranges, held
 from formats.mistaken_files import SEEN_BYTES, mistaken
 from formats.output import Piece, Record
 from formats.pickle_writer import Constant, Placeholder, Varying, dumps, varying_bytes
@@ -74,13 +75,13 @@ def read_saved(path: Path) -> Saved:
 
 def read_at(file: InputFile, start: int, nbytes: int) -> object:
     """The object in a torch file that is a range of another file. Raises as `read` does."""
-    return _read_zip(file, start, nbytes).value
+    return _read_zip(file, held(file, start, nbytes), start, nbytes).value
 
 
 def _read(file: InputFile) -> Saved:
     start = file.read(0, min(file.size, SEEN_BYTES))
     if start.startswith(b"PK\3\4"):
-        return _read_zip(file)
+        return _read_zip(file, file, 0, file.size)
     if start.startswith(torch_legacy.MAGICS):
         return Saved(torch_legacy.read(file), folder=None)
     instead = mistaken(start)
@@ -90,11 +91,12 @@ def _read(file: InputFile) -> Saved:
     raise CorruptCheckpoint(f"{file.path}: is {what}; copy it again if it should be one")
 
 
-def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> Saved:
-    records = read_directory(file, start, nbytes)
+def _read_zip(file: InputFile, small: Ranges, start: int, nbytes: int) -> Saved:
+    """The content of an archive. small: the same file for everything but the storages."""
+    records = read_directory(small, start, nbytes)
     root = _root(file, records)
     byte_order = records.get(f"{root}/byteorder")
-    if byte_order is not None and _content(file, byte_order) != b"little":
+    if byte_order is not None and _content(small, byte_order) != b"little":
         raise CorruptCheckpoint(
             f"{file.path}: was written on a big-endian machine; load and save it on another one"
         )
@@ -119,7 +121,7 @@ def _read_zip(file: InputFile, start: int = 0, nbytes: int | None = None) -> Sav
         check = check_of(part.name, record)
         return Storage(file, record.offset, part.nbytes, part.dtype, check)
 
-    content = _content(file, records[f"{root}/data.pkl"])
+    content = _content(small, records[f"{root}/data.pkl"])
     value = pickle_guard.load(content, storage, source=str(file.path), tensor=lazy_tensor)
     return Saved(value, folder=root)
 
@@ -134,7 +136,7 @@ def _root(file: InputFile, records: Mapping[str, ZipEntry]) -> str:
     )
 
 
-def _content(file: InputFile, record: ZipEntry) -> bytes:
+def _content(file: Ranges, record: ZipEntry) -> bytes:
     """The bytes of an entry. torch writes zero as the checksum if it is asked not to compute it."""
     if record.nbytes > PICKLE_BYTES:
         raise CorruptCheckpoint(

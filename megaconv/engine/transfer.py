@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from formats import partial_files
 from formats.entry_check import Entry
 from formats.opened import begun_entries
 from formats.output import Unwritten
@@ -168,7 +169,8 @@ class Transfer:
         buffers = Buffers(self._block_bytes)
         try:
             for unit in stream:
-                self._announce([unit, *stream.upcoming(MAX_WAITING)])
+                if partial_files.exist():
+                    self._announce([unit, *stream.upcoming(MAX_WAITING)])
                 begun = [self._begin_move(*each, buffers) for each in unit if self._is_left(*each)]
                 self._move(stream, begun)
                 for moved in begun:
