@@ -40,9 +40,9 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import GGUF
 from megaconv.options import LoadOptions
+from megaconv.values.added import AddedTensor
 from megaconv.values.cast import CastTensor
 from megaconv.values.ggml_blocks import BlockValues, blocks_shape
-from megaconv.values.stored_forms import AddedTensor
 
 _log = logging.getLogger("megaconv")
 

@@ -29,7 +29,7 @@ from megaconv.options import LoadOptions
 from megaconv.trtllm.description import Description, read_description
 from megaconv.trtllm.names import trtllm_rows, with_whole_embedding
 from megaconv.trtllm.rank_files import rank_file, rank_numbers, read_rank, require_all
-from megaconv.trtllm.scales import dequantized, scales_of_activations
+from megaconv.trtllm.stored_scales import dequantized, scales_of_activations
 from megaconv.values.code_tensors import READ_AS
 
 _log = logging.getLogger("megaconv")

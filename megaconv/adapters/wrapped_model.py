@@ -17,9 +17,7 @@ from pathlib import Path
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
 from formats.tensor import LazyTensor
-from megaconv.adapters.merging import Merged, MergedSource
 from megaconv.adapters.peft_files import CONFIG, PREFIX, AdapterConfig, adapter_of, peft_config
-from megaconv.adapters.targets import changes_of
 from megaconv.errors import CorruptCheckpoint, UnsupportedInput, UsageError
 from megaconv.families import Family
 from megaconv.model.ir import OpenedSource
@@ -79,6 +77,10 @@ def merged_into(
         adapter.config.rank,
         adapter.config.alpha,
     )
+    # Every detection of a format imports this module, and few checkpoints get here.
+    from megaconv.adapters.merging import Merged, MergedSource
+    from megaconv.adapters.targets import changes_of
+
     changes = changes_of(adapter, 1.0, family, base.header.config)
     merged = MergedSource(base, [Merged(AdapterChoice(str(path)), adapter, changes)])
     return OpenedSource(merged.header, dict(merged.tensors()))

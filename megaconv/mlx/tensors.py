@@ -13,10 +13,10 @@ from math import prod
 
 from formats.tensor import LazyTensor, Shape, reshaped
 from megaconv.errors import TensorMismatch
+from megaconv.values.added import AddedTensor
 from megaconv.values.alternating import AlternatingRows
 from megaconv.values.beside_weights import needed
 from megaconv.values.cast import CastTensor
-from megaconv.values.stored_forms import AddedTensor
 
 _WITH_SHIFTED_NORMS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _SHIFTED_NORMS = (

@@ -9,32 +9,24 @@
 Embeddings, head, norms and biases stay as they are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from formats.lazy_numpy import np
-from formats.tensor import Box, LazyTensor, matrix_shape, reshaped
-from megaconv.errors import TensorMismatch
+from formats.tensor import Box
 from megaconv.huggingface.modules import modules_of
 from megaconv.model.ir import Header, Key
 from megaconv.model.natives import NativeTensor, Region
 from megaconv.options import FP8
+from megaconv.trtllm.stored_scales import INPUTS_SCALE, WEIGHTS_SCALE
 from megaconv.values.calibration import INPUT_AMAX, Calibration
-from megaconv.values.cast import CastTensor
-from megaconv.values.code_tensors import READ_AS
 from megaconv.values.forms import Constant, Form, Scaling
 from megaconv.values.fp8_blocks import LARGEST
 from megaconv.values.quantizing import SCALE
-from megaconv.values.scaled import ScaledTensor
 
 INPUT_SCALE = "input_scale"
 """The last part of the canonical name of a scale of inputs."""
-INPUTS_SCALE, WEIGHTS_SCALE = "activation_scaling_factor", "weights_scaling_factor"
-_OF_ACTIVATIONS = (INPUTS_SCALE, "kv_cache_scaling_factor", "kv_cache_rcp_scaling_factor")
-"""The last parts of the names of scales that belong to no weight."""
-CODES = "float8_e4m3fn"
 _JOINED = {"fc": "fc_gate", "gate": "fc_gate"}
 """Matrices that share a scale: the last part of a module's name -> a name for them."""
 
@@ -90,53 +82,6 @@ def with_scales(native: NativeTensor, header: Header) -> Iterator[NativeTensor]:
     for name, canonical in names.items():
         one = Region(Box(0, 1, 0, 1), 0)
         yield NativeTensor(f"{module}.{name}", {canonical: (one,)}, (1,))
-
-
-def dequantized(
-    tensors: Mapping[str, LazyTensor], where: str, dtype: str = READ_AS
-) -> dict[str, LazyTensor]:
-    """The tensors of a rank, with plain values of this dtype for matrices in FP8, without scales of weights.
-
-    where: the file, for messages. Raises TensorMismatch for a scale that is missing or doesn't fit.
-    """
-    scales = set(_scales_of_weights(tensors))
-    plain = {name: tensor for name, tensor in tensors.items() if name not in scales}
-    for name, tensor in plain.items():
-        if tensor.dtype == CODES:
-            plain[name] = _plain(name, tensors, where, dtype)
-    return plain
-
-
-def scales_of_activations(names: Iterable[str]) -> set[str]:
-    """The names of the scales that belong to no weight. Plain weights may have those of a quantized cache."""
-    return {name for name in names if name.rpartition(".")[2] in _OF_ACTIVATIONS}
-
-
-def _scales_of_weights(tensors: Mapping[str, LazyTensor]) -> Iterator[str]:
-    """Yield the scales whose weight is there."""
-    for name in tensors:
-        module, _, last = name.rpartition(".")
-        if last == WEIGHTS_SCALE and f"{module}.weight" in tensors:
-            yield name
-
-
-def _plain(name: str, tensors: Mapping[str, LazyTensor], where: str, dtype: str) -> LazyTensor:
-    stored = tensors[name]
-    scale_name = f"{name.removesuffix('.weight')}.{WEIGHTS_SCALE}"
-    scale = tensors.get(scale_name)
-    if scale is None:
-        raise TensorMismatch(
-            f"{where}: {name} is {CODES}, and there is no {scale_name}", code="missing-tensor"
-        )
-    if len(stored.shape) != 2 or prod(scale.shape) != 1 or scale.dtype != "float32":
-        raise TensorMismatch(
-            f"{where}: {name} is {list(stored.shape)} with scales {list(scale.shape)} {scale.dtype}; "
-            "expected a matrix with one float32",
-            code="misshapen-tensor",
-        )
-    read_as = "float32" if dtype == "float16" else dtype
-    values = ScaledTensor(stored, reshaped(scale, (1, 1)), matrix_shape(stored.shape), read_as)
-    return values if read_as == dtype else CastTensor(values, dtype, name, overflow=False)
 
 
 def _shares_with(name: str) -> str:

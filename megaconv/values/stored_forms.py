@@ -8,10 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from formats.gguf import BLOCK_TYPES
-from formats.lazy_numpy import np
-from formats.tensor import ITEMSIZE, Box, Bytes, LazyTensor, Shape
+from formats.tensor import LazyTensor, Shape
 from megaconv.model.ir import Header, Key, Source, TensorInfo
-from megaconv.values import rounding
+from megaconv.values.added import AddedTensor
 from megaconv.values.cast import CastTensor
 from megaconv.values.code_tensors import READ_AS, Rounding
 from megaconv.values.forms import FOLDED, LEFT_OUT, Form
@@ -25,27 +24,6 @@ from megaconv.values.smoothed import FoldedTensor
 def stored_shape(shape: Shape, form: Form) -> Shape:
     """The shape of the stream's tensor. A tensor of GGUF's blocks is a matrix of bytes."""
     return blocks_shape(shape, form.kind) if form.kind in BLOCK_TYPES else shape
-
-
-@dataclass(frozen=True)
-class AddedTensor:
-    """Another tensor's values in float32, with a number added."""
-
-    source: LazyTensor
-    add: int
-    dtype: str = "float32"
-
-    @property
-    def shape(self) -> Shape:
-        return self.source.shape
-
-    def read_into(self, box: Box, out: Bytes) -> None:
-        stored = np.empty((box.rows, box.cols * ITEMSIZE[self.source.dtype]), np.uint8)
-        self.source.read_into(box, stored)
-        numbers = rounding.exact(stored.reshape(-1), self.source.dtype).astype(
-            np.float32
-        ) + np.float32(self.add)
-        np.copyto(out, numbers.view(np.uint8).reshape(out.shape))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def run(arguments: Sequence[str]) -> None:
     from formats.file_limit import raise_file_limit
 
     raise_file_limit()
-    import numpy  # noqa: F401 - torch imports it too, and would ignore a Ctrl-C that arrives meanwhile
+    if not _asks_for_help(words):
+        import numpy  # noqa: F401 - torch imports it too, and would ignore a Ctrl-C that arrives meanwhile
 
     if command in OTHERS:
         sys.exit(_run_other(command, words[1:]))
@@ -121,13 +122,16 @@ def _train(command: str, words: list[str]) -> None:
 
 def _help_if_asked(command: str, words: Sequence[str]) -> None:
     """Print the help and end the process, if the words ask for it."""
-    asked = {"-h", "--help", "--help-all"}.intersection(words)
-    if not asked:
+    if not _asks_for_help(words):
         return
     if _is_first():
-        text = make_parser(command).format_help() if "--help-all" in asked else short_help(command)
+        text = make_parser(command).format_help() if "--help-all" in words else short_help(command)
         print(text, end="")
     sys.exit(0)
+
+
+def _asks_for_help(words: Sequence[str]) -> bool:
+    return not {"-h", "--help", "--help-all"}.isdisjoint(words)
 
 
 def _short_form(words: Sequence[str]) -> ShortForm | None:

@@ -178,3 +178,17 @@ def test_no_message_names_a_package_of_an_index_that_is_not_ours() -> None:
     )
     texts = {path: path.read_text(encoding="utf-8") for path in [*files, ROOT / "README.md"]}
     assert [path for path, text in texts.items() if any(words in text for words in wrong)] == []
+
+
+def test_help_of_a_training_command_imports_no_numpy() -> None:
+    """numpy doubled the time until the help appeared."""
+    program = """
+import sys
+from megatron_lite.cli import main
+try:
+    main(["pretrain", "--help"])
+finally:
+    print("numpy" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True)  # fmt: skip
+    assert found.stdout.splitlines()[-1] == "False"
