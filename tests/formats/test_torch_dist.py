@@ -12,6 +12,7 @@ from formats import dcp_metadata, torch_dist, zarr_arrays
 from formats.dcp_metadata import DcpMetadata, Range, StoredChunk, StoredTensor
 from formats.distcp_files import DistcpFiles
 from formats.errors import CheckpointError, CorruptCheckpoint
+from formats.input_file import InputFile
 from formats.output import whole_content
 from formats.pickle_records import NumpyArray
 from formats.pickle_writer import Constant
@@ -76,6 +77,22 @@ def test_metadata_is_made_of_names_that_torch_knows() -> None:
         b"ctorch\nSize\n",
     ):
         assert written.count(line) == 1
+
+
+def test_a_small_archive_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten system calls for the headers of each chunk took most of the time of a mixture with many small tensors."""
+    reads: list[int] = []
+    fill = InputFile._fill
+
+    def counted(file: InputFile, offset: int, view: memoryview) -> None:
+        reads.append(offset)
+        fill(file, offset, view)
+
+    tensor = next(iter(torch_dist.open_directory(SMALL).tensors().values()))
+    monkeypatch.setattr(InputFile, "_fill", counted)
+    read_tensor(tensor)
+    kind_archive_and_elements = 3
+    assert len(reads) <= kind_archive_and_elements * len(tensor.chunks)
 
 
 def test_archives_lie_side_by_side_in_the_emptiest_file() -> None:
