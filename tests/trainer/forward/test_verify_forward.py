@@ -14,6 +14,7 @@ from megaconv.commands.forward_pass import GROUP
 from megaconv.model.fields import from_fields
 from megatron_lite.forward import verification
 from tests.conftest import FIXTURES
+from tests.engine.test_new_tokenizer import write_tokenizer
 from tests.memory import growth
 from tests.models import write_large_llama, write_llama
 from tests.package.test_architecture import ROOT
@@ -141,6 +142,23 @@ def test_a_changed_row_of_a_common_token_is_found(
     assert outcome.status == status, outcome
     last = "different: from logits on" if status else "the same"
     assert outcome.out.splitlines()[-1].startswith(last)
+
+
+@pytest.mark.parametrize("is_larger_first", [False, True])
+def test_a_text_has_the_tokens_of_the_model_with_fewer(
+    is_larger_first: bool, tmp_path: Path
+) -> None:
+    """The other tokenizer has the word itself as a token, for which the smaller model has no row."""
+    model = write_llama(tmp_path / "hf", layers=1, vocab=263, dtype="float32")
+    write_tokenizer(model)
+    new = write_tokenizer(tmp_path / "new", ("checkpoint",))
+    megaconv.convert(model, tmp_path / "larger", saver="hf", tokenizer=new)
+    (tmp_path / "text").write_text("a checkpoint at rest")
+    pair = [tmp_path / "larger", model] if is_larger_first else [model, tmp_path / "larger"]
+    words = ["--forward", "--common-tokens", "--text", tmp_path / "text", "--json"]
+    outcome = run("verify", *pair, *words)
+    assert outcome.status == 0, outcome.err
+    assert json.loads(outcome.out)["tokens"] == len("a checkpoint at rest")
 
 
 def test_models_of_one_vocabulary_have_no_line_of_common_tokens(llama: Path) -> None:
