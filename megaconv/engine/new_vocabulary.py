@@ -72,6 +72,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     )
     special = SpecialTokens() if tokenizer is None else tokenizer.special
     before, after = header.config.vocab, _size(header, chosen, tokenizer, place)
+    tokens = 0 if tokenizer is None else tokenizer.tokens.count
     present = [] if tokenizer is None else tokenizer.in_present_rows(min(before, after))
     filled = present if chosen.new_rows is not None else []
     changed = [*filled, *range(before, after)]
@@ -81,7 +82,7 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     tables = _tables(header, chosen.asked) if before != after or filled else []
     made = replace(
         header,
-        config=_config(header.config, after, special),
+        config=_config(_with_tokens(header.config, after, tokens), header.config, special),
         manifest=_manifest(header, tables, after),
         padded_vocab=header.padded_vocab if before == after else None,
         read_otherwise=header.read_otherwise | frozenset(tables),
@@ -123,7 +124,7 @@ def _require_unused(header: Header, size: int, tokenizer: NewTokenizer | None, p
                 f"--vocab-size {size}: the model's tokenizer needs {needed} rows or more; give --tokenizer with a smaller one"
             )
     special = SpecialTokens() if tokenizer is None else tokenizer.special
-    made = _config(header.config, header.config.vocab, special)
+    made = _config(header.config, header.config, special)
     whole = None if made.whole is None else made.whole.config
     generation = generation_file(header)
     fields = {name: getattr(made, name) for name in SPECIAL_IDS}
@@ -182,13 +183,26 @@ def _manifest(header: Header, tables: Collection[Key], vocab: int) -> dict[Key, 
     return {**header.manifest, **resized}
 
 
-def _config(config: ModelConfig, vocab: int, special: SpecialTokens) -> ModelConfig:
-    made = special.of(replace(config, vocab=vocab))
+def _with_tokens(config: ModelConfig, vocab: int, tokens: int) -> ModelConfig:
+    """The configuration with another number of rows. tokens: those of a new tokenizer; 0: the model's own stays.
+
+    A head that leaves out logits leaves out those of new rows too, as after transformers' resize_token_embeddings, but
+    none of a token.
+    """
+    head = config.head
+    if head.left_out:
+        predicted = max(config.vocab - head.left_out, tokens)
+        head = replace(head, left_out=max(0, vocab - predicted))
+    return replace(config, vocab=vocab, head=head)
+
+
+def _config(resized: ModelConfig, config: ModelConfig, special: SpecialTokens) -> ModelConfig:
+    """The configuration of the output. resized: with its number of rows. config: the input's."""
+    made = special.of(resized)
     if made == config:
         return made
     if config.whole is not None:
-        values = {name: (getattr(config, name), getattr(made, name)) for name in special.numbers}
-        whole = with_values(config.whole, {"vocab_size": (config.vocab, vocab), **values})
+        whole = with_values(config.whole, _changed_keys(config, made, special))
         return replace(made, whole=whole, hf=inner_config(whole.config))
     if config.hf is None:
         return made
@@ -202,6 +216,18 @@ def _config(config: ModelConfig, vocab: int, special: SpecialTokens) -> ModelCon
             f"--tokenizer: the model can't have the special tokens of this tokenizer ({names}): {error}"
         ) from error
     return replace(made, hf=changed)
+
+
+def _changed_keys(
+    config: ModelConfig, made: ModelConfig, special: SpecialTokens
+) -> dict[str, tuple[Any, Any]]:
+    """Keys of a multimodal model's config.json about tokens -> (value before, value now)."""
+    found: dict[str, tuple[Any, Any]] = {"vocab_size": (config.vocab, made.vocab)}
+    found |= {name: (getattr(config, name), getattr(made, name)) for name in special.numbers}
+    if made.head != config.head:
+        before, now = (family(each.family).write_hf(each) for each in (config, made))
+        found |= {key: (before.get(key), now[key]) for key in now if now[key] != before.get(key)}
+    return found
 
 
 def _notice_of_rows(

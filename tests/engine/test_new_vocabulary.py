@@ -14,6 +14,7 @@ from megaconv.errors import CheckpointError, NotExpressible, UnsupportedInput
 from tests import transformers_oracle as oracle
 from tests.conftest import FIXTURES
 from tests.engine.test_interrupted import KILL
+from tests.families.test_inkling import create as create_whole_inkling
 from tests.forks import start
 from tests.models import write_llama
 from tests.runs import assert_refused, finish, run
@@ -66,6 +67,37 @@ def test_each_family_computes_as_transformers_resized_model(name: str, tmp_path:
     found = oracle.compute(oracle.load(tmp_path / "out"), tokens)
     expected = oracle.compute(with_more_rows(tmp_path / "hf"), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def write_words(directory: Path, count: int) -> Path:
+    """A tokenizer of numbered words."""
+    words = {f"w{number}": number for number in range(count)}
+    model = {"type": "WordLevel", "vocab": words, "unk_token": "w0"}
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    return directory
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("tokens", [120, 128, 140])
+@pytest.mark.parametrize(("is_whole", "before"), [(False, 125), (True, 127)])
+def test_each_token_of_a_new_tokenizer_has_a_logit(
+    is_whole: bool, before: int, tokens: int, tmp_path: Path
+) -> None:
+    """Inkling leaves out the logits of rows that only pad its vocabulary of 131. before: the number of its logits."""
+    if is_whole:
+        create_whole_inkling(tmp_path / "hf")
+    else:
+        oracle.create(ALL["inkling_text"], tmp_path / "hf")
+    new = write_words(tmp_path / "new", tokens)
+    rows, predicted = max(tokens, 131) + 9, max(before, tokens)
+    words = {"saver": "hf", "tokenizer": new, "vocab_size": rows}
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", **words)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    text = config["text_config"] if is_whole else config
+    assert (text["vocab_size"], text["unpadded_vocab_size"]) == (rows, predicted)
+    found = megaconv.inspect(tmp_path / "out").header.config
+    assert found.vocab - found.head.left_out == predicted
 
 
 @pytest.mark.oracle
