@@ -113,10 +113,10 @@ def _trained(run: Described, pp_rank: int, share: RankShare) -> RankShare:
 
 
 def _adapters(run: Described, pp_rank: int) -> int:
-    """Return the number of parameters of a rank's adapters."""
+    """Return the number of parameters of a rank's adapters, with the trained rows of single tokens."""
     chunks = enumerate(run.run.chunks(pp_rank))
-    adapters = (adapter for index, chunk in chunks for adapter in run.adapters(index, chunk))
-    return sum(prod(info.native.shape) for adapter in adapters for info in adapter.infos)
+    infos = (info for index, chunk in chunks for info in run.beside(index, chunk))
+    return sum(prod(info.native.shape) for info in infos)
 
 
 def _frozen_bytes(run: Described, dense: int, experts: int) -> float:

@@ -129,14 +129,14 @@ class Described:
     def trained(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
         """Return the parameters of a chunk that have gradients, in the order of the trainer's buckets."""
         own = (info for info in self.parameters(index, chunk) if info.trained)
-        return [*self._infos_of_adapters(index, chunk), *own]
+        return [*self.beside(index, chunk), *own]
 
     def in_order(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
         """Return all parameters of a chunk, those of adapters included, unit by unit."""
-        found = [*self.parameters(index, chunk), *self._infos_of_adapters(index, chunk)]
+        found = [*self.parameters(index, chunk), *self.beside(index, chunk)]
         return sorted(found, key=lambda info: _place(info.name))
 
-    def _infos_of_adapters(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
+    def beside(self, index: int, chunk: Chunk) -> list[ParameterInfo]:
         """Return the parameters of adapters, and trained rows of single tokens."""
         lora = self.options.lora
         if lora is None:

@@ -217,6 +217,10 @@ def test_embedding_and_head_beside_adapters_have_gradients_and_state(
     of_vocabulary = 2 * 128_256 * 4096
     assert beside["state_bytes"] - adapted["state_bytes"] == of_vocabulary * 16
     assert beside["adapter_parameters"] == adapted["adapter_parameters"]
+    of_rows = f"{llama_8b} --lora-rank 16 --lora-trainable-token-indices 7 128000-128002"
+    (rows,) = planned(capsys, of_rows)["stages"]
+    assert rows["adapter_parameters"] - adapted["adapter_parameters"] == 2 * 4 * 4096
+    assert rows["state_bytes"] - adapted["state_bytes"] == 2 * 4 * 4096 * 18
     assert whole["terms"]["compute"] > lora["terms"]["compute"]
     assert main(words.split()) == 0
     expected = "parameters of adapters and the embedding and the head; all others are frozen"

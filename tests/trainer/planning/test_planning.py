@@ -163,6 +163,7 @@ KEPT = [
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4, lora=ADAPTERS),
     Planned("llama, scores", tp=2, dtype="bfloat16", wider=4, lora=ADAPTERS),
     Planned("llama", tp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
+    Planned("qwen3", dp=2, dtype="bfloat16", distributed=True, wider=4, lora=ROWS),
     Planned("gpt2", pp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
     Planned("gpt2", pp=2, dtype="float32", kind="sgd", wider=4, lora=ADAPTERS),
 ]
