@@ -21,7 +21,7 @@ INSIDE = "model.language_model."
 """The beginning of names of a language model in transformers' class of a multimodal model. By itself, it begins with `model.`."""
 INSIDE_BY_TYPE = {"idefics3": "model.text_model.", "smolvlm": "model.text_model."}
 """model_type of multimodal models whose names have another beginning there."""
-_HEAD = "lm_head"
+HEAD = "lm_head"
 _HEADS = ("score.", "classifier.", "v_head.")
 """Names of the heads of other classes than those of language models."""
 
@@ -70,14 +70,19 @@ class NamedTensors:
         path = module_path(module.module)
         return self._renamed(path) if self.paths is None else self.paths.module(path)
 
+    def find(self, name: str) -> NativeTensor | None:
+        """The native tensor of a name; None for a tensor that the model doesn't have."""
+        name = self.tensor(name)
+        return self.natives.get(name) or self.natives.get(self.prefix + name)
+
     def native(self, name: str) -> NativeTensor:
         """The native tensor of a name.
 
         Raises TensorMismatch for a tensor that the model doesn't have, NotExpressible for a tied tensor's second name.
         """
-        name = self.tensor(name)
-        native = self.natives.get(name) or self.natives.get(self.prefix + name)
+        native = self.find(name)
         if native is None:
+            name = self.tensor(name)
             raise TensorMismatch(
                 f"{self.where}: {name} is not in the model{self._reason(name)}",
                 code="unknown-tensor",
@@ -104,7 +109,7 @@ class NamedTensors:
             return "; it belongs to a classifier or a reward model. Give the base with this head, or merge with peft"
         if self.paths is None:
             return ""
-        if _HEAD in name.split(".") and not any(_HEAD in each.split(".") for each in self.natives):
+        if HEAD in name.split(".") and not any(HEAD in each.split(".") for each in self.natives):
             return (
                 "; its head is tied to the embedding, and has no tensor of its own. Merge with peft"
             )
@@ -112,8 +117,7 @@ class NamedTensors:
 
     def parts(self, name: str) -> tuple[frozenset[str], bool]:
         """(canonical tensors, True for a duplicate tensor) of a tensor's name; none for an unknown name."""
-        name = self.tensor(name)
-        native = self.natives.get(name) or self.natives.get(self.prefix + name)
+        native = self.find(name)
         return (
             (frozenset(), False)
             if native is None
@@ -203,6 +207,14 @@ def _wrapped(
     if depth >= len(changed) or any(len(each.shape) != 2 for each in changed):
         return None
     return changed[-1 - depth]
+
+
+def name_in_class(family: Family, name: str) -> str:
+    """The name in transformers' class of a tensor in files."""
+    for ours, theirs in family.renamed.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name
 
 
 def is_of_parameter(native: NativeTensor, config: AdapterConfig) -> bool:

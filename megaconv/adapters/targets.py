@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from formats.tensor import LazyTensor
+from megaconv.adapters.derived import are_equal
 from megaconv.adapters.low_rank import Change, Delta, ScaledVector, Spread
 from megaconv.adapters.named_tensors import (
+    HEAD,
     NamedTensors,
     is_of_parameter,
     is_transposed,
@@ -96,10 +98,22 @@ def _rows(adapter: Adapter, names: NamedTensors) -> dict[str, TokenRows]:
 def _replaced(adapter: Adapter, names: NamedTensors) -> dict[str, LazyTensor]:
     found: dict[str, LazyTensor] = {}
     for name, tensor in adapter.replaced.items():
+        if _repeats_embedding(name, adapter, names):
+            continue
         native = names.native(name)
         require_rows_of_base(adapter, name, tensor, native.shape)
         found |= names.canonical(native, tensor)
     return found
+
+
+def _repeats_embedding(name: str, adapter: Adapter, names: NamedTensors) -> bool:
+    """True for the head of a tied multimodal model, whose files lack it, if it is the adapter's embedding once more."""
+    is_tied_head = HEAD in name.split(".") and names.paths is not None and names.find(name) is None
+    if not is_tied_head or not adapter.config.keeps_tie:
+        return False
+    head = adapter.replaced[name]
+    others = (tensor for other, tensor in adapter.replaced.items() if other != name)
+    return any(are_equal((head, other)) for other in others if other.shape == head.shape)
 
 
 def weights_of(

@@ -109,5 +109,6 @@ FAMILY = Family(
     fixed=LAYER_NORM | {"mlp.gated": False, "mlp.bias": True},
     ignored=_MASKS,
     prefix="gpt_neox.",
+    renamed={"lm_head.": "embed_out."},
     recognized=None,
 )

@@ -24,12 +24,13 @@ from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
-from megatron_lite.checkpoint.peft import adapter_files, read_adapter, safetensors_bytes
+from megatron_lite.checkpoint.peft import adapter_files, read_adapter
 from megatron_lite.checkpoint.restore import load_state
 from megatron_lite.checkpoint.same_run import STATE, check_same_start
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
+from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.engine import Engine
 from megatron_lite.models.lora.whole import beside_layers
 from megatron_lite.settings.config import Settings
@@ -180,5 +181,5 @@ def adapter_snapshot(
     text = json.dumps(state, indent=2) + "\n"
     files[STATE] = text.encode()
     if with_optimizer:
-        files[OPTIMIZER] = safetensors_bytes(optimizer)
+        files[OPTIMIZER] = TensorFile(optimizer)
     return Snapshot(progress.iteration, {}, files=files)

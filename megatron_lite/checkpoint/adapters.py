@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from formats.tensor import LazyTensor, matrix_shape
-from megaconv.errors import TensorMismatch, UsageError
+from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
 from megatron_lite.checkpoint.initial_weights import ConstantTensor, RandomTensor, normal
@@ -75,8 +75,8 @@ def require_fit(
     """Raise TensorMismatch for a matrix that is too small for this rank's parameters, or that belongs to none of them."""
     for info in infos:
         for name, regions in info.native.parts.items():
-            if name not in weights:
-                continue
+            if name not in weights or not regions:
+                continue  # a rank may have nothing but padding of the vocabulary
             rows = max(region.box.row1 for region in regions)
             cols = max(region.box.col1 for region in regions)
             have_rows, have_cols = matrix_shape(tuple(weights[name].shape))
@@ -155,13 +155,8 @@ def values_of_base(
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the parameters of embedding and head that are trained beside adapters, with the base's values.
 
-    weights: of the base, by canonical name. Raises UsageError if this rank has only a part of each parameter.
+    weights: of the base, by canonical name. The engine has whole parameters.
     """
-    if engine.shards_parameters:
-        raise UsageError(
-            "the reference of --grpo needs whole parameters of embedding and head; choose a --data-parallel-sharding-strategy other than "
-            "optim_grads_params, or --beta 0, or leave out --lora-modules-to-save and --lora-trainable-token-indices"
-        )
     found = []
     weights = {**weights, **rows_of_base(engine, weights)}
     for module, infos in zip(engine.chunks, engine.trained, strict=True):

@@ -40,6 +40,7 @@ from torch.futures import Future
 
 from formats import save_marks
 from megatron_lite.checkpoint.placement import Shard
+from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.checkpoint.together import of_all
 
 MARK = {
@@ -107,10 +108,11 @@ def write_common(directory: Path, common: Mapping[str, Any], save_id: str) -> No
     write_file(directory / "metadata.json", json.dumps(MARK).encode())
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | TensorFile) -> None:
     """Write a file and flush it to disk."""
     with path.open("wb") as file:
-        file.write(content)
+        for block in (content,) if isinstance(content, bytes) else content.blocks():
+            file.write(block)
         file.flush()
         os.fsync(file.fileno())
 

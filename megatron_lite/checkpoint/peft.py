@@ -9,7 +9,6 @@ The language model inside a multimodal model has the names of transformers' clas
 the adapter into it.
 """
 
-import io
 import json
 import re
 from collections import defaultdict
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from formats.safetensors import SafetensorsLayout
 from formats.tensor import LazyTensor
 from megaconv.adapters.named_tensors import INSIDE, INSIDE_BY_TYPE
 from megaconv.adapters.opening import open_adapter
@@ -34,6 +32,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.hub import hub_id
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.held_tensor import HeldTensor
+from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.checkpoint.token_rows import read_token_rows, stored_rows
 from megatron_lite.checkpoint.whole_modules import (
     as_floats,
@@ -50,7 +49,7 @@ _A, _B = "lora_A.weight", "lora_B.weight"
 
 def adapter_files(
     tensors: Mapping[str, Tensor], config: ModelConfig, options: LoRA, base: str
-) -> dict[str, bytes]:
+) -> dict[str, bytes | TensorFile]:
     """Return the contents of the adapter's files by file name.
 
     tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended, or the
@@ -71,7 +70,7 @@ def adapter_files(
     if inside is not None:
         fields["target_modules"] = _pattern(fields["target_modules"], inside)
     described = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-    return {CONFIG: described.encode(), WEIGHTS: safetensors_bytes(stored)}
+    return {CONFIG: described.encode(), WEIGHTS: TensorFile(stored)}
 
 
 def _place_inside(base: str) -> str | None:
@@ -156,22 +155,6 @@ def _end(module: Module, words: int = 0) -> str:
     """Return the last words of a module's path, or the whole path inside the model, with the name of its parameter."""
     path = ".".join(module.path.removeprefix("model.").split(".")[-words:])
     return path if module.parameter is None else f"{path}.{module.parameter}"
-
-
-def safetensors_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the content of a safetensors file with float32 tensors."""
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    layout = SafetensorsLayout({name: (shape, "float32") for name, shape in shapes.items()})
-    content = io.BytesIO()
-    for offset, data in layout.headers({}):
-        content.seek(offset)
-        content.write(data)
-    for name, tensor in tensors.items():
-        record = layout.records[name]
-        data = tensor.contiguous().numpy().tobytes()
-        content.seek(record.offset)
-        content.write(data)
-    return content.getvalue()
 
 
 @dataclass(frozen=True)

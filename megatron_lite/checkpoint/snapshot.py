@@ -22,6 +22,7 @@ from megatron_lite.checkpoint.copies import Copies
 from megatron_lite.checkpoint.files import empty_object
 from megatron_lite.checkpoint.placement import Place, Shard, flat_shards, places, shards
 from megatron_lite.checkpoint.rank_file import RankFile
+from megatron_lite.checkpoint.tensor_file import TensorFile
 from megatron_lite.engine import Engine
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.table import mixer_of
@@ -47,7 +48,7 @@ class Snapshot:
     objects: Mapping[str, bytes] | None = None
     rank_file: RankFile | None = None
     """This rank's file; only in a `torch` checkpoint."""
-    files: Mapping[str, bytes] | None = None
+    files: Mapping[str, bytes | TensorFile] | None = None
     """File contents by name; only in a checkpoint of adapters, on rank 0."""
 
     @property

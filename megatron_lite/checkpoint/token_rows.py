@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from formats.tensor import Box, LazyTensor
+from megaconv.adapters.named_tensors import name_in_class
 from megaconv.adapters.peft_files import Adapter
 from megaconv.adapters.targets import changed_rows
 from megaconv.families import family
@@ -36,7 +37,7 @@ def stored_rows(
         (canonical,) = native.parts
         rows = tensors.get(rows_name(canonical))
         if rows is not None and native.copy is None:
-            module = name.removesuffix(".weight")
+            module = name_in_class(family(config.family), name).removesuffix(".weight")
             found[module + DELTA] = rows
             tokens[module.rpartition(".")[2]] = list(options.tokens_of(MODULES[canonical]))
     return found, {"trainable_token_indices": tokens} if tokens else {}

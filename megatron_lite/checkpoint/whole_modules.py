@@ -4,7 +4,7 @@ The head of a reward model always is one, under the name `score.weight` [labels,
 model are two if the run trains them. A tied model's tensor is stored under both names, as by peft.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from formats.tensor import LazyTensor, read_tensor
+from megaconv.adapters.low_rank import FLOATS
+from megaconv.adapters.named_tensors import name_in_class
 from megaconv.adapters.peft_files import Adapter
 from megaconv.adapters.targets import replaced_tensors
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import family
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
+from megaconv.model.natives import NativeTensor
 from megatron_lite.checkpoint.held_tensor import HeldTensor
-from megatron_lite.models.lora.whole import modules_of_tensors, whole_tensors
+from megatron_lite.models.lora.whole import MODULES, modules_of_tensors, whole_tensors
 
 HEAD_OF_SCORES = "score.weight"
 """The head of scores, by its canonical name and in peft's files."""
@@ -32,7 +35,8 @@ def stored_wholes(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[st
     for name, native in whole_tensors(config).items():
         (canonical,) = native.parts
         if canonical in tensors:
-            found[name] = tensors[canonical].view(native.shape)
+            stored = name_in_class(family(config.family), name)
+            found[stored] = tensors[canonical].view(native.shape)
     return found
 
 
@@ -73,10 +77,33 @@ def read_wholes(
             f"{directory}: the adapter has whole tensors ({listing(sorted(others))}); beside adapters, only embedding and head can be "
             "trained whole here; megaconv merge merges it"
         )
-    held: dict[str, LazyTensor] = {
-        name: HeldTensor(as_floats(tensor)) for name, tensor in found.items()
-    }
-    return head | held, modules_of_tensors(config, list(held))
+    modules = modules_of_tensors(config, list(found))
+    _require_whole(found, modules, known, directory)
+    # They are large, and a rank may need only a part of them: they are read where they are used.
+    return head | found, modules
+
+
+def _require_whole(
+    found: Mapping[str, LazyTensor],
+    modules: Sequence[str],
+    known: Mapping[str, NativeTensor],
+    directory: Path,
+) -> None:
+    """Raise TensorMismatch for a module of which a tensor is missing, or for values that are no floats.
+
+    found: by canonical name. known: of whole_tensors.
+    """
+    for name, native in known.items():
+        (canonical,) = native.parts
+        if MODULES[canonical] in modules and canonical not in found:
+            raise TensorMismatch(
+                f"{directory}: the adapter has no {name}, a tensor of a whole module"
+            )
+    for canonical, tensor in found.items():
+        if tensor.dtype not in FLOATS:
+            raise TensorMismatch(
+                f"{directory}: {canonical} has dtype {tensor.dtype}; expected {', '.join(FLOATS)}"
+            )
 
 
 def _head(

@@ -178,9 +178,9 @@ def _padded(read: ReadAdapter, engine: Engine) -> dict[str, LazyTensor]:
     missing = options.rank - read.options.rank
     found = dict(read.tensors)
     for name, tensor in read.tensors.items():
-        assert isinstance(tensor, HeldTensor)
         if name.endswith(LORA_A):
-            found[name] = HeldTensor(pad(tensor.values, (0, 0, 0, missing)))
+            found[name] = HeldTensor(pad(as_floats(tensor), (0, 0, 0, missing)))
         elif name.endswith(LORA_B):
-            found[name] = HeldTensor(pad(tensor.values * read.options.scale, (0, missing)))
+            values = as_floats(tensor) * read.options.scale
+            found[name] = HeldTensor(pad(values, (0, missing)))
     return found

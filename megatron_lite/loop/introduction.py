@@ -11,6 +11,7 @@ from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.loop.run import Run
+from megatron_lite.models.lora.peft_limits import notice_of_peft
 from megatron_lite.models.lora.whole import WORDS
 from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import flags
@@ -132,6 +133,15 @@ def _introduce_adapters(run: Run, start: AdapterStart) -> None:
     origin = "fresh" if start.place is None else f"from {start.place}"
     size = f"{trained:,} parameters on this rank, {_bytes_each(run)}"
     run.say(f"{adapter}, {origin}: {size}")
+    adapted = {
+        name.rpartition(".lora_")[0]
+        for infos in run.engine.adapters
+        for info in infos
+        for name in info.native.parts
+    }
+    notice = notice_of_peft(run.config, adapted)
+    if notice is not None:
+        run.say(f"note: {notice}")
     if start.base is not None and start.base != load:
         run.say(f"warning: the adapter was trained on {start.base}, but --load is {load}")
 

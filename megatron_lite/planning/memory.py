@@ -57,9 +57,9 @@ def stage_memory(run: Described) -> list[Memory]:
         kept = sum(
             held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, trained)
         )
+        whole = trained.parameters - adapters
         if run.run.frozen:
             # Beside adapters, some modules are trained whole.
-            whole = trained.parameters - adapters
             kept += _frozen_bytes(run, share.dense - whole, share.experts)
         one = Memory(
             parameters=share.parameters,
@@ -67,11 +67,18 @@ def stage_memory(run: Described) -> list[Memory]:
             activations=activations(run.run, pp_rank),
             passing=passing_bytes(run, pp_rank),
             adapters=adapters,
-            reference=share.parameters * run.run.itemsize if run.work.reference else 0,
+            reference=_of_reference(run, share, whole) * run.run.itemsize,
             generation=_generation(run, pp_rank, share),
         )
         found.append(one)
     return found
+
+
+def _of_reference(run: Described, share: RankShare, whole: int) -> int:
+    """Return the parameters of the reference model on a rank. whole: those that are trained whole beside adapters."""
+    if run.work.reference:
+        return share.parameters
+    return whole if run.work.keeps_base else 0
 
 
 def _share(run: Described, pp_rank: int) -> RankShare:

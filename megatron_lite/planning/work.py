@@ -23,6 +23,8 @@ class Work:
     """True if a reference model measures all sequences of the run once, before the first step."""
     reference: bool = False
     """True if the reference model is a second copy of the weights in memory."""
+    keeps_base: bool = False
+    """True if the base's values of embedding and head stay in memory for the reference, as far as adapters have others."""
     completion: int = 0
     """Tokens of a completion that the model generates in each step; 0: none."""
 
@@ -53,5 +55,6 @@ def _of_completions(settings: Settings) -> Work:
         updates=updates,
         measured=has_reference + (updates > 1),
         reference=has_reference and not settings.lora.wanted,
+        keeps_base=has_reference and settings.lora.wanted,
         completion=grpo.max_completion_length,
     )

@@ -50,6 +50,7 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
     dp = check_sizes(
         config, layout, world=world, options=options, sequence=seq, microbatches=layout.pp, cp=cp
     )
+    _check_reference(settings, options, dp * cp)
     batch = batch_size(training, dp, seq)
     for size in batch.sizes():
         if size < 1 or size % (micro * dp):
@@ -78,6 +79,21 @@ def work_out(settings: Settings, config: ModelConfig, options: ModelOptions, wor
         cp=cp,
         decoder_seq=decoder_seq,
     )
+
+
+def _check_reference(settings: Settings, options: ModelOptions, replicas: int) -> None:
+    """Raise UsageError if a reference needs whole parameters that the replicas share.
+
+    Beside adapters, it is the engine with the base's values of embedding and head.
+    """
+    grpo, lora = settings.grpo, options.lora
+    if not grpo.grpo or not grpo.beta or lora is None or not (lora.whole or lora.rows):
+        return
+    if replicas > 1 and settings.parallel.shards("optim_grads_params"):
+        raise UsageError(
+            "the reference of --grpo needs whole parameters of embedding and head; choose a --data-parallel-sharding-strategy other than "
+            "optim_grads_params, or --beta 0, or leave out --lora-modules-to-save and --lora-trainable-token-indices"
+        )
 
 
 def _sequence(training: Training) -> int | None:

@@ -1,12 +1,14 @@
 """Embedding and head, which may be trained whole beside adapters: peft's modules_to_save."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megaconv.adapters.named_tensors import name_in_class
 from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
-from megaconv.model.naming import HF
+from megaconv.model.naming import HF_STACKED
 from megaconv.model.natives import NativeTensor, unsharded_tensors
 from megatron_lite.settings.learning import Lora
 from megatron_lite.settings.options import LoRA
@@ -15,6 +17,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 """Megatron core's paths of the two modules."""
 WORDS = {EMBEDDING: "the embedding", HEAD: "the head"}
 """Names of the two modules for people."""
+_IN_LAYER = re.compile(r"\.\d+\.|\bmtp\b")
 MODULES = {"embed.weight": EMBEDDING, "head.weight": HEAD, "head.bias": HEAD}
 """Canonical tensor -> Megatron core's path of its module."""
 
@@ -31,9 +34,16 @@ def beside_layers(options: LoRA, settings: Lora, config: ModelConfig) -> LoRA:
 
 
 def whole_tensors(config: ModelConfig) -> dict[str, NativeTensor]:
-    """Return the tensors of embedding and head by their names in transformers; a tied head's tensor too."""
-    natives = unsharded_tensors(family(config.family).rows, config, HF)
-    return {native.name: native for native in natives if native.parts.keys() <= MODULES.keys()}
+    """Return the tensors of embedding and head by their names in transformers' files; a tied head's tensor too.
+
+    Copies inside layers, which predict further tokens, are left out.
+    """
+    natives = unsharded_tensors(family(config.family).rows, config, HF_STACKED)
+    return {
+        native.name: native
+        for native in natives
+        if native.parts.keys() <= MODULES.keys() and not _IN_LAYER.search(native.name)
+    }
 
 
 def whole_modules(config: ModelConfig, words: Sequence[str]) -> tuple[str, ...]:
@@ -46,6 +56,9 @@ def whole_modules(config: ModelConfig, words: Sequence[str]) -> tuple[str, ...]:
     found: set[str] = set()
     for word in words:
         chosen = {core for path, core in paths if path == word or path.endswith(f".{word}")}
+        if "," in word:
+            instead = " ".join(word.split(","))
+            raise UsageError(f"--lora-modules-to-save {word}: leave out the commas: {instead}")
         if not chosen:
             known = ", ".join(sorted({path.rpartition(".")[2] for path, _ in paths}))
             raise UsageError(
@@ -98,5 +111,7 @@ def _paths(config: ModelConfig) -> list[tuple[str, str]]:
     found = []
     for name, native in whole_tensors(config).items():
         core = MODULES[next(iter(native.parts))]
-        found += [(name.rpartition(".")[0], core), (core, core)]
-    return found
+        in_class = name_in_class(family(config.family), name)
+        found += [(each.rpartition(".")[0], core) for each in (name, in_class)]
+        found.append((core, core))
+    return [*found, (HEAD, HEAD)] if config.tie_embeddings else found

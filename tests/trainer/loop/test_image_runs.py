@@ -189,6 +189,34 @@ def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
     assert "continuing after step 1" in log
 
 
+@pytest.mark.parametrize("kind", ["gemma3", pytest.param("smolvlm", marks=pytest.mark.slow)])
+def test_a_tied_embedding_beside_adapters_is_merged_into_the_whole_model(
+    kind: str, tmp_path: Path
+) -> None:
+    """The adapter has it under the name of the head too, which the model's files lack."""
+    make(kind, tmp_path)
+    tie(tmp_path)
+    flags = "--lora-rank 4 --lora-modules-to-save embed_tokens"
+    train(tmp_path, 1, f"finetune --load hf --finetune-data data/chats.jsonl {flags} {STEP}")
+    megaconv.merge(tmp_path / "hf", tmp_path / "run", tmp_path / "merged")
+    megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
+    megaconv.merge(tmp_path / "text", tmp_path / "run", tmp_path / "merged-text")
+    megaconv.convert(
+        tmp_path / "merged-text", tmp_path / "back", saver="hf", base=tmp_path / "hf"
+    )  # fmt: skip
+    merged, back = (megaconv.fingerprint(tmp_path / name) for name in ("merged", "back"))
+    assert merged == back != megaconv.fingerprint(tmp_path / "hf")
+
+
+def tie(directory: Path) -> None:
+    """Tie the head of the model to its embedding."""
+    without(directory, "lm_head")
+    path = directory / "hf" / "config.json"
+    config = json.loads(path.read_text())
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    path.write_text(json.dumps(config))
+
+
 def assert_modules_exist(directory: Path) -> None:
     """The adapters have the names of modules of transformers' whole model, and its encoder has none of the targets."""
     import transformers

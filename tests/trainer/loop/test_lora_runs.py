@@ -156,6 +156,10 @@ def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -
             "--lora-modules-to-save norm: is no embedding and no head of this model; there are embed_tokens, lm_head",
         ),
         (
+            "--lora-rank 4 --lora-modules-to-save embed_tokens,lm_head",
+            "--lora-modules-to-save embed_tokens,lm_head: leave out the commas: embed_tokens lm_head",
+        ),
+        (
             f"--lora-load {ADAPTER} --lora-modules-to-save lm_head",
             "--lora-modules-to-save lm_head contradicts the adapter",
         ),

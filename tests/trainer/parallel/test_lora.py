@@ -12,6 +12,7 @@ from safetensors.torch import load, load_file, save_file
 import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
+from megaconv.families import all_families
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.adapters import (
@@ -28,9 +29,11 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.lora.adapter import Adapter
 from megatron_lite.models.lora.attached import without_adapters
+from megatron_lite.models.lora.peft_limits import MIXED_UP, notice_of_peft
 from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.parallel.small import MODELS
 from tests.trainer.parallel.small import Case as SmallCase
 from tests.trainer.parallel.small import make_engine as make_small
 from tests.trainer.parallel.worlds import World
@@ -40,6 +43,7 @@ PEFT = Path(__file__).parents[2] / "fixtures"
 TRAINED = Path(__file__).parents[1] / "fixtures"
 ROWS, LENGTH, STEPS = 4, 16, 10
 TOLERANCE = 1e-5
+BOTH_WHOLE = LoRA(2, 4.0, ("down_proj", "o_proj"), whole=(EMBEDDING, HEAD))
 OF_WEIGHTS = {"qwen3-5": 1e-3}
 """The tolerance after ten steps, relative to a tensor's largest element, if not 2e-4. Delta nets round more, and Adam
 divides small gradients by their size: the largest difference found is 2.6e-4."""
@@ -204,7 +208,7 @@ def assert_ten_steps(case: Case, world: World) -> None:
     found = {key.name: tensor for key, tensor in results[0][1].items() if key.slot == WEIGHT}
     assert found.keys() == adapter.tensors.keys()
     for name, tensor in found.items():
-        theirs = getattr(adapter.tensors[name], "values")  # noqa: B009
+        theirs = as_floats(adapter.tensors[name])
         allowed = OF_WEIGHTS.get(case.model, 2e-4)
         assert (tensor - theirs).abs().max() <= allowed * theirs.abs().max(), name
 
@@ -275,7 +279,7 @@ def test_an_adapter_of_a_single_layer_is_read_back_as_one(tmp_path: Path) -> Non
         key.name: tensor for key, tensor in gather_adapters(engine).items() if key.slot == WEIGHT
     }
     for name, content in adapter_files(held, engine.config, lora, "base").items():
-        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).write_bytes(bytes(content))
     described = json.loads((tmp_path / "adapter_config.json").read_bytes())
     assert described["target_modules"] == ["layers.1.self_attn.q_proj"]
     again = read_adapter(tmp_path, engine.config)
@@ -357,7 +361,7 @@ def test_an_adapter_names_its_base_on_the_hub_as_peft_does(
     engine = make(Case("nemotron-h", lora=LoRA(2, 4.0)))
     weights = {key.name: tensor for key, tensor in gather_adapters(engine).items()}
     files = adapter_files(weights, engine.config, LoRA(2, 4.0), base)
-    described = json.loads(files["adapter_config.json"])
+    described = json.loads(bytes(files["adapter_config.json"]))
     assert (described["base_model_name_or_path"], described["revision"]) == (name, revision)
 
 
@@ -371,12 +375,12 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
     directory = tmp_path / "adapter"
     directory.mkdir()
     for name, content in adapter_files(saved, engine.config, lora, str(case.base)).items():
-        (directory / name).write_bytes(content)
+        (directory / name).write_bytes(bytes(content))
     back = read_adapter(directory, engine.config)
     assert (back.options.rank, back.options.scale) == (lora.rank, lora.scale)
     assert (back.options.whole, back.options.rows) == (lora.whole, lora.rows)
     assert back.tensors.keys() == saved.keys()
-    assert all(torch.equal(tensor.values, saved[name]) for name, tensor in back.tensors.items())
+    assert all(torch.equal(as_floats(tensor), saved[name]) for name, tensor in back.tensors.items())
     again = Engine(engine.config, engine.grid, replace(engine.options, lora=back.options), None)
     assert {info.name for info in again.adapters[0]} == {info.name for info in engine.adapters[0]}
 
@@ -397,16 +401,16 @@ def assert_saved_and_merged(case: Case, lora: LoRA, tmp_path: Path) -> None:
 def test_rows_of_tokens_are_written_as_peft_writes_them(model: str) -> None:
     source = open_checkpoint(PEFT / f"peft-{model}" / "base")
     adapter = read_adapter(TRAINED / f"lora-{model}", source.config)
-    values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
+    values = {name: as_floats(tensor) for name, tensor in adapter.tensors.items()}
     files = adapter_files(values, source.config, adapter.options, "base")
-    ours = load(files["adapter_model.safetensors"])
+    ours = load(bytes(files["adapter_model.safetensors"]))
     theirs = load_file(TRAINED / f"lora-{model}" / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
     order = torch.tensor([3, 0, 1, 2])  # peft's tokens are 9, 40, 98, 3
     for name, tensor in ours.items():
         expected = theirs[name][order] if "token_adapter" in name else theirs[name]
         assert torch.equal(tensor, expected)
-    tokens = json.loads(files["adapter_config.json"])["trainable_token_indices"]
+    tokens = json.loads(bytes(files["adapter_config.json"]))["trainable_token_indices"]
     assert all(each == [3, 9, 40, 98] for each in tokens.values())
     modules = {"embed_tokens"} if source.config.tie_embeddings else {"embed_tokens", "lm_head"}
     assert tokens.keys() == modules
@@ -446,15 +450,75 @@ def test_whole_modules_are_written_as_peft_writes_them(model: str) -> None:
     """A tied model's tensor has both of its names."""
     source = open_checkpoint(PEFT / f"peft-{model}" / "base")
     adapter = read_adapter(TRAINED / f"lora-{model}", source.config)
-    values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
+    values = {name: as_floats(tensor) for name, tensor in adapter.tensors.items()}
     files = adapter_files(values, source.config, adapter.options, "base")
-    ours = load(files["adapter_model.safetensors"])
+    ours = load(bytes(files["adapter_model.safetensors"]))
     theirs = load_file(TRAINED / f"lora-{model}" / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    config = json.loads(files["adapter_config.json"])
+    config = json.loads(bytes(files["adapter_config.json"]))
     assert config["modules_to_save"] == ["embed_tokens", "lm_head"]
     assert config.get("ensure_weight_tying", False) == source.config.tie_embeddings
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["gpt_neox", "nemotron_h"])
+def test_whole_modules_have_the_names_of_transformers_class(name: str, tmp_path: Path) -> None:
+    """Its files have others: `embed_out`, `backbone.embeddings`. peft would leave those out without a word."""
+    from transformers import AutoModelForCausalLM
+
+    create((VARIANTS | MIXTURES)[name], tmp_path / "base")
+    lora = LoRA(2, 4.0, whole=(EMBEDDING, HEAD))
+    case = Case(name, lora=lora, directory=tmp_path / "base")
+    assert_saved_and_merged(case, lora, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    known = {f"base_model.model.{name}" for name, _ in model.named_parameters()}
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    wholes = {name for name in stored if ".lora_" not in name}
+    assert len(wholes) == 2
+    assert wholes <= known
+
+
+@pytest.mark.parametrize("model", ["further tokens", "further tokens, tied", "mimo"])
+def test_copies_of_a_model_that_predicts_further_tokens_are_stored_once(
+    model: str, tmp_path: Path
+) -> None:
+    """The files of DeepSeek-V3 have embedding and head in its last layer once more."""
+    engine = make_small(SmallCase(model, options=(("lora", BOTH_WHOLE),)))
+    assert engine.config.mtp_layers
+    init_adapters(engine, seed=7)
+    found = {key.name: t for key, t in gather_adapters(engine).items() if key.slot == WEIGHT}
+    for name, content in adapter_files(found, engine.config, BOTH_WHOLE, "base").items():
+        (tmp_path / name).write_bytes(bytes(content))
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    wholes = {name for name in stored if ".lora_" not in name}
+    assert wholes == {
+        "base_model.model.model.embed_tokens.weight",
+        "base_model.model.lm_head.weight",
+    }
+    again = read_adapter(tmp_path, engine.config)
+    assert again.tensors.keys() == found.keys()
+
+
+def test_a_rank_with_nothing_but_padding_of_the_vocabulary_loads_whole_modules(
+    world: World,
+) -> None:
+    """At a padding of 128, the second of two ranks has none of 99 tokens."""
+    for found in world.run(2, load_padded):
+        assert found == (128, 0.0)
+
+
+def load_padded(rank: int) -> tuple[int, float]:
+    """(rows of this rank's embedding, the sum of the second rank's, which are padding)."""
+    source = open_checkpoint(PEFT / "peft-llama-whole" / "base")
+    adapter = read_adapter(PEFT / "peft-llama-whole" / "adapter", source.config)
+    grid = make_grid(Layout(2, stage_layers=(2,)), 1, torch.device("cpu"))
+    engine = Engine(source.config, grid, ModelOptions("float32", lora=adapter.options), None)
+    load_weights(engine, source.tensors)
+    load_adapters(engine, {Key(name): tensor for name, tensor in adapter.tensors.items()})
+    embedding = engine.chunks[0].get_parameter("embedding.word_embeddings.weight")
+    grid.close()
+    return len(embedding), float(embedding.abs().sum()) if rank else 0.0
 
 
 def test_only_the_whole_modules_that_are_named_learn_beside_adapters() -> None:
@@ -494,6 +558,7 @@ def test_a_reference_without_adapters_has_the_embedding_of_the_base(model: str) 
         ("ensure_weight_tying", NotExpressible, "the adapter unties the head from the embedding"),
         ("model.norm", NotExpressible, r"whole tensors \(.*model.norm.weight.*only embedding and head"),
         ("rows", TensorMismatch, "has 98 rows, the base's has 99; .* --tokenizer"),
+        ("integers", TensorMismatch, "embed.weight has dtype int32; expected float32"),
     ],
 )  # fmt: skip
 def test_whole_tensors_that_cannot_be_trained_are_refused(
@@ -505,6 +570,8 @@ def test_whole_tensors_that_cannot_be_trained_are_refused(
     described = json.loads((place / "adapter_config.json").read_text())
     if change == "rows":
         tensors = {n: t[:98] if "layers" not in n else t for n, t in tensors.items()}
+    elif change == "integers":
+        tensors = {n: t.int() if "layers" not in n else t for n, t in tensors.items()}
     elif change == "model.norm":
         tensors["base_model.model.model.norm.weight"] = torch.ones(32)
     else:
@@ -538,15 +605,15 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
     source = open_checkpoint(PEFT / "peft-mixtral-experts" / "base")
     place = PEFT / "peft-mixtral-experts" / "adapter"
     adapter = read_adapter(place, source.config)
-    values = {name: getattr(tensor, "values") for name, tensor in adapter.tensors.items()}  # noqa: B009
+    values = {name: as_floats(tensor) for name, tensor in adapter.tensors.items()}
     files = adapter_files(values, source.config, adapter.options, "base")
     ours, theirs = (
-        load(files["adapter_model.safetensors"]),
+        load(bytes(files["adapter_model.safetensors"])),
         load_file(place / "adapter_model.safetensors"),
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-    config = json.loads(files["adapter_config.json"])
+    config = json.loads(bytes(files["adapter_config.json"]))
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert config["target_modules"] == ["self_attn.q_proj"]
 
@@ -592,6 +659,22 @@ def test_an_adapter_that_all_experts_would_share_is_refused() -> None:
             engine(*targets)
     assert all(engine("Wqkv", "out_proj").adapters)
     assert all(engine("mlp.w1", trains=False).adapters)
+
+
+@pytest.mark.oracle
+def test_models_whose_adapters_peft_mixes_up_are_those_that_transformers_converts() -> None:
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    converted = {name for name, like in _MODEL_TO_CONVERSION_PATTERN.items() if like == "qwen2_moe"}
+    known = {each.model_type for each in all_families().values()} & (converted | {"qwen2_moe"})
+    assert known == {each.model_type for each in all_families().values()} & MIXED_UP
+    experts = "model.layers.1.mlp.experts.3.gate_up_proj"
+    config = MODELS["deepseek_v3"]
+    assert notice_of_peft(config, [experts, "model.layers.1.self_attn.o_proj"]) is None
+    notice = notice_of_peft(config, [experts, "model.layers.1.mlp.shared_experts.up_proj"])
+    assert notice is not None
+    assert "peft 0.21 can't load this adapter" in notice
+    assert notice_of_peft(MODELS["llama"], ["model.layers.1.mlp.up_proj"]) is None
 
 
 def test_unknown_targets_of_adapters_are_refused() -> None:

@@ -212,7 +212,7 @@ def saved(place: Path, directory: Path) -> Path:
     """The files of a fresh adapter of the reward model."""
     engine = fresh(Case(), place)
     for name, content in adapter_files(weights(engine), engine.config, LORA, "base").items():
-        (directory / name).write_bytes(content)
+        (directory / name).write_bytes(bytes(content))
     return directory
 
 

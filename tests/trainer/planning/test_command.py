@@ -222,6 +222,9 @@ def test_embedding_and_head_beside_adapters_have_gradients_and_state(
     assert rows["adapter_parameters"] - adapted["adapter_parameters"] == 2 * 4 * 4096
     assert rows["state_bytes"] - adapted["state_bytes"] == 2 * 4 * 4096 * 18
     assert whole["terms"]["compute"] > lora["terms"]["compute"]
+    completions = f"{words} --grpo --beta 0.1 --max-completion-length 64"
+    (with_reference,) = planned(capsys, completions)["stages"]
+    assert with_reference["reference_bytes"] == of_vocabulary * 2
     assert main(words.split()) == 0
     expected = "parameters of adapters and the embedding and the head; all others are frozen"
     assert expected in capsys.readouterr().out

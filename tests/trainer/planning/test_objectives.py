@@ -112,18 +112,19 @@ def test_the_work_of_pairs_is_that_of_the_objective() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "measured", "reference"),
+    ("words", "measured", "reference", "keeps_base"),
     [
-        ("", 0, False),
-        ("--beta 0.1", 1, True),
-        ("--beta 0.1 --lora-rank 4", 1, False),
-        ("--num-iterations 3", 1, False),
-        ("--beta 0.1 --num-iterations 3", 2, True),
+        ("", 0, False, False),
+        ("--beta 0.1", 1, True, False),
+        ("--beta 0.1 --lora-rank 4", 1, False, True),
+        ("--num-iterations 3", 1, False, False),
+        ("--beta 0.1 --num-iterations 3", 2, True, False),
     ],
 )
 def test_passes_without_gradients_are_those_of_the_reference_and_of_the_model_before_updates(
-    words: str, measured: int, reference: bool
+    words: str, measured: int, reference: bool, keeps_base: bool
 ) -> None:
     work = work_of(settings_of(f"--grpo --reward r.py:one {words}"))
     assert (work.measured, work.reference) == (measured, reference)
+    assert work.keeps_base == keeps_base
     assert work.head_again == (measured > 0)
