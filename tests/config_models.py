@@ -349,6 +349,13 @@ OWN_KEYS: dict[str, Raw] = {
         "log_scaling_n_floor": 20,
         "unpadded_vocab_size": 120,
     },
+    "dory": {
+        "num_hidden_layers": 8,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+    },
     "zaya": {
         "num_experts": 6,
         "num_experts_per_tok": 1,

@@ -275,6 +275,7 @@ BETWEEN_FILES = (
         "zamba",
         "zamba2",
         "zaya",
+        "dory",
         "inkling_text",
         "muse_glimmer_text",
         "muse_spark_text",
@@ -363,6 +364,8 @@ def own_fields(family: str) -> dict[str, Any]:
     if family == "inkling_text":
         sizes = {"relative.width": 2, "relative.extent": 3, "sublayer_conv": 2}
         inputs = {**sizes, "experts.scored_shared": 2}
+    if family == "dory":
+        inputs = {"loops.runs": 2, "unit_states.unit": 0.5, "unit_states.rate": 0.1}
     if family == "zaya":
         inputs = {"convolved.channels": 3, "convolved.heads": 2, "experts.router_width": 5}
         inputs |= {"attention.kv_heads": 2}

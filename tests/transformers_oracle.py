@@ -1088,6 +1088,10 @@ INKLING: dict[str, Any] = {
     "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"], "log_scaling_n_floor": 6, "rope_parameters": None,
     "eos_token_id": 4,
 }  # fmt: skip
+DORY: dict[str, Any] = {
+    "head_dim": 12, "num_hidden_layers": 5, "n_input_layers": 1, "n_output_layers": 2, "n_recurrent_loops": 3, "sliding_window": WINDOW,
+    "initializer_range": 0.5, "ngpt_alpha_init": 0.3, **two_ropes(rope_of(5000.0), rope_of(700.0)),
+}  # fmt: skip
 ZAYA: dict[str, Any] = {
     "head_dim": 12, "num_experts": 4, "moe_intermediate_size": 24, "router_hidden_size": 10, "tie_word_embeddings": False,
 }  # fmt: skip
@@ -1147,6 +1151,17 @@ CONVERTED = {
         "inkling_text",
         {**INKLING, "layer_types": ["hybrid"] * 4, "unpadded_vocab_size": None, "log_scaling_n_floor": None, "n_shared_experts": 1,
          "mlp_layer_types": ["sparse"] * 4},
+    ),
+    "dory": Variant(
+        "dory", DORY,
+        {"fewer runs": {"n_recurrent_loops": 2}, "one less": {"sliding_window": WINDOW - 1}, "unit": {"initializer_range": 0.4},
+         "base": two_ropes(rope_of(900.0), rope_of(700.0)), "base of windows": two_ropes(rope_of(5000.0), rope_of(90.0)),
+         "rate": {"ngpt_alpha_init": 0.2}},
+    ),
+    "dory, tied": Variant(
+        "dory",
+        {**DORY, "tie_word_embeddings": True, "n_input_layers": 0, "num_hidden_layers": 4, "num_key_value_heads": 8,
+         "layer_types": ["full_attention", "sliding_attention"] * 2},
     ),
     "zaya": Variant(
         "zaya",

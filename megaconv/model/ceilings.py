@@ -40,7 +40,7 @@ _FIELDS = {
     "latent.kv_rank": WIDTH, "latent.q_rank": WIDTH, "latent.rope_dim": WIDTH, "latent.v_dim": WIDTH,
     "linear.key_heads": WIDTH, "linear.value_heads": WIDTH, "linear.key_dim": WIDTH,
     "linear.value_dim": WIDTH, "linear.conv": WIDTH, "mamba.heads": WIDTH, "mamba.head_dim": WIDTH,
-    "recurrence.high": EXPERTS, "recurrence.low": EXPERTS,
+    "loops.runs": EXPERTS, "loops.before": LAYERS, "loops.after": LAYERS, "recurrence.high": EXPERTS, "recurrence.low": EXPERTS,
     "mamba1.width": WIDTH, "mamba1.state": WIDTH, "mamba1.conv": WIDTH, "mamba1.rank": WIDTH, "mamba1.heads": WIDTH,
     "attention.kept_keys": POSITIONS, "convolved.channels": WIDTH, "convolved.heads": WIDTH, "experts.router_width": WIDTH,
     "relative.width": WIDTH, "relative.extent": POSITIONS, "sublayer_conv": WIDTH, "experts.scored_shared": EXPERTS,

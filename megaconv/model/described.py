@@ -30,9 +30,11 @@ from megaconv.model.retrieving import Retrieval, Retriever, retrieving_layers
 from megaconv.model.streams import (
     HyperConnections,
     LayerInputs,
+    Loops,
     NGrams,
     Recurrence,
     Streams,
+    UnitStates,
 )
 from megaconv.model.subjects import (
     MLP,
@@ -84,6 +86,8 @@ class DescribedModel:
     streams: Streams = field(default_factory=Streams)
     hyper: HyperConnections = field(default_factory=HyperConnections)
     ngrams: NGrams = field(default_factory=NGrams)
+    loops: Loops = field(default_factory=Loops)
+    unit_states: UnitStates = field(default_factory=UnitStates)
     recurrence: Recurrence = field(default_factory=Recurrence)
     encoder: Encoder = field(default_factory=Encoder)
     retrieval: Retrieval = field(default_factory=Retrieval)

@@ -114,6 +114,8 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     ),
     "side_by_side": lambda config: any(each.mixer == "side_by_side" for each in config.layers),
     "mamba_norm": lambda config: config.mamba.norm != "none",
+    "loops": lambda config: config.loops.runs > 0,
+    "unit_states": lambda config: config.unit_states.unit > 0,
     "recurrence": lambda config: config.recurrence.high > 0,
     "lightning_layers": lambda config: any(each.mixer == "lightning" for each in config.layers),
     "mamba1_layers": lambda config: any(each.mixer == "mamba1" for each in config.layers),

@@ -102,6 +102,8 @@ _SWITCHES = (
     "experts.count",
     "hyper.streams",
     "indexer.heads",
+    "loops.runs",
+    "unit_states.unit",
     "recurrence.high",
     "relative.width",
     "retrieval.layers",

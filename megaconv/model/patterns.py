@@ -36,10 +36,11 @@ def of_layer(pattern: str, layer: int) -> str:
     """A name with its layer number. The placeholder `{e}` stays in it.
 
     `{l-1}` is the layer before. `{l/2}` is half the number, for names that count two layers as one. `{l%2}` is 0 or 1: the
-    first or the second of the two.
+    first or the second of the two. `{2l}` and `{2l+1}` are for names that count one layer as two.
     """
-    if "{l" not in pattern:
+    if "{l" not in pattern and "{2l" not in pattern:
         return pattern
     named = pattern.replace("{l}", str(layer))
     named = named.replace("{l-1}", str(layer - 1)).replace("{l/2}", str(layer // 2))
+    named = named.replace("{2l}", str(2 * layer)).replace("{2l+1}", str(2 * layer + 1))
     return named.replace("{l%2}", str(layer % 2))

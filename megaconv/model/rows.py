@@ -69,7 +69,8 @@ class Row:
     """One line of a family's table.
 
     canonical: name pattern. `{l}` is the layer, `{l-1}` the layer before, `{l/2}` half its number, `{l%2}` the rest of that,
-        `{e}` an expert; in a native name, `{=block_use}` is the layer's value of a size;
+        `{2l}` and `{2l+1}` the two numbers of a layer that names count as two, `{e}` an expert;
+        in a native name, `{=block_use}` is the layer's value of a size;
         `{q|k|v}` stands for several tensors.
     shapes: one shape per canonical tensor, in sizes of ModelConfig: `heads*head_dim hidden`.
     names: the row's spelling in each naming scheme, by the scheme's keys (`hf=`, `core_local=` ...; see naming.py).

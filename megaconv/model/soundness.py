@@ -21,6 +21,7 @@ def require_sound(model: DescribedModel) -> None:
     _check_compressed(model)
     _check_convolved(model)
     _check_relative(model)
+    _check_loops(model)
     _check_head(model)
     _check_linear(model)
     _check_mamba(model)
@@ -147,6 +148,14 @@ def _check_relative(model: DescribedModel) -> None:
     if found.width and not found.extent:
         raise CorruptCheckpoint(
             f"the model can't have {found.width} profiles of biases over {found.extent} distances"
+        )
+
+
+def _check_loops(model: DescribedModel) -> None:
+    loops, layers = model.loops, len(model.layers)
+    if loops.runs and loops.before + loops.after > layers:
+        raise CorruptCheckpoint(
+            f"the model can't have {loops.before} layers before those that run several times and {loops.after} after them: it has {layers}"
         )
 
 

@@ -84,6 +84,32 @@ class NGrams:
 
 
 @dataclass(frozen=True)
+class Loops:
+    """Layers between others that run several times (Dory). Before each run, the normed output of the first layers is added
+    to the normed hidden states. All numbers are 0 in models without them."""
+
+    runs: int = 0
+    before: int = 0
+    """Layers before them, which run once."""
+    after: int = 0
+    """Layers after them."""
+    caches_last: bool = False
+    """True if earlier tokens are attended to as the last run left them. False: each run attends to its own."""
+
+
+@dataclass(frozen=True)
+class UnitStates:
+    """A normalized transformer (nGPT, arXiv 2410.01131; Dory): hidden states, q and k, and the inputs of the last matrices
+    of attention and MLPs have length 1. Hidden states move towards a sublayer's output by a stored rate of each element.
+    Further stored numbers scale queries, the gate of attention, both parts of MLPs, and the logits of each token."""
+
+    unit: float = 0.0
+    """The stored number that stands for 1 in these rates and scales but those of MLPs; 0 in other models."""
+    rate: float = 0.0
+    """The rate for which this number stands."""
+
+
+@dataclass(frozen=True)
 class Recurrence:
     """Two stacks of equally many layers that take turns (HRM-Text). Both numbers are 0 in models without them."""
 

@@ -36,6 +36,7 @@ REFUSED = (
     "bamba",
     "beam",
     "diffllama",
+    "dory",
     "gemma3n_text",
     "gemma4_text, layer inputs",
     "gpt_neox_japanese",

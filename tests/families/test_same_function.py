@@ -101,6 +101,10 @@ FOLLOWS = {
     ),
     "layers.shares_kv": ("layers.ffn", "layers.keys_as_values", "earlier layer has a window"),
     "attention.scale": ("square root of the head size",),
+    "pad_token_id": (
+        "positions.offset",
+    ),  # RoBERTa's first position follows the padding token's row
+    "tie_embeddings": ("head.divisor",),  # T5 scales its outputs if its head is the embedding
 }
 """Fields in a fixed relation to another one, which messages name in place of it."""
 SCALINGS: tuple[dict[str, Any], ...] = (
