@@ -140,11 +140,15 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _is_natural(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
 def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Range:
     """The byte range of a storage record. files: names already checked to be in the same directory; this function adds
     to them."""
     file, offset, nbytes = info["relative_path"], info["offset"], info["length"]
-    if not _is_text(file) or file not in files:
+    if type(file) is not str or file not in files:
         if not _is_text(file) or "/" in file or file in ("", ".", ".."):
             raise UnsafeContent(
                 f"{path}: {key} should lie in the file {brief(file, 200)}, which is not in the same directory"
@@ -155,7 +159,7 @@ def _range(path: Path, key: str, info: Mapping[str, Any], files: set[str]) -> Ra
         raise CorruptCheckpoint(
             f"{path}: {key} is stored through {how:.80}; save the checkpoint without extensions"
         )
-    if any(type(number) is not int or number < 0 for number in (offset, nbytes)):
+    if not (_is_natural(offset) and _is_natural(nbytes)):
         raise ValueError(f"{key} lies at {brief(offset, 40)}, {brief(nbytes, 40)} bytes long")
     return Range(file, offset, nbytes)
 
