@@ -240,7 +240,7 @@ OTHER_MIXERS = (
 """Families with mixers that Megatron core lacks, or that it has only with other norms."""
 OTHER_MLPS = ("apertus", "apertus1p5_text")
 """Families with MLPs that Megatron core lacks."""
-OF_BART = ("bart", "m2m_100", "marian", "mbart")
+OF_BART = ("bart", "m2m_100", "marian", "mbart", "pegasus")
 OF_T5 = ("mt5", "umt5")
 """Families with an encoder and a decoder, beside T5 itself."""
 BETWEEN_FILES = (

@@ -24,6 +24,9 @@ OF_MODEL: Mapping[str, Callable[[DescribedModel], bool]] = {
     "interleaved": lambda config: config.positions.interleaved,
     "skips_rope": lambda config: not all(each.rotates for each in config.layers),
     "learned": lambda config: config.positions.kind == "learned",
+    "stored_positions": lambda config: (
+        config.positions.kind == "sinusoidal" and config.positions.stored
+    ),
     "relative": lambda config: config.positions.kind == "relative",
     "relative_by_layer": lambda config: (
         config.positions.kind == "relative" and config.positions.by_layer

@@ -60,7 +60,7 @@ def _without_effect(config: ModelConfig) -> Iterator[str]:
     yield "latent.norm_epsilon"
     yield "mamba.least_time_step"
     yield from ("linear.stored_decays", "ngrams.stored_parts", "ngrams.stored_hashes")
-    yield "experts.stores_idle"
+    yield from ("experts.stores_idle", "positions.stored")
     for switch in _SWITCHES:
         if not value_of(config, switch):
             subject, _, _ = switch.partition(".")

@@ -188,6 +188,8 @@ class Positions:
     buckets: int = 0
     """Number of distances that relative positions distinguish. The largest of them is max_distance."""
     max_distance: int = 0
+    stored: bool = field(default=False, compare=False)
+    """True if files hold the tables of computed positions (Pegasus). Configurations are compared without it."""
 
 
 @dataclass(frozen=True)

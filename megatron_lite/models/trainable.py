@@ -44,7 +44,8 @@ CONVERTED_ONLY = {
         ("mt5", "umt5"), "attention scores that aren't divided by the root of the head size"
     ),
     **dict.fromkeys(
-        ("bart", "m2m_100", "marian", "mbart"), "an encoder and a decoder whose layers are BART's"
+        ("bart", "m2m_100", "marian", "mbart", "pegasus"),
+        "an encoder and a decoder whose layers are BART's",
     ),
     "apertus1p5_text": "a head without rows for the last tokens of the vocabulary",
     "axk2": "gates on norms, and latent attention with a gate of its output",

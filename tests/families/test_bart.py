@@ -1,4 +1,4 @@
-"""BART, mBART, M2M-100 and Marian: transformers computes the same logits from what we write, with our own config.json too."""
+"""BART, mBART, M2M-100, Marian and Pegasus: transformers computes the same logits from what we write, with our own config.json too."""
 
 import json
 from collections.abc import Callable
@@ -30,6 +30,7 @@ CLASSES = {
     "mbart": ("MBart", "MBartForConditionalGeneration"),
     "m2m_100": ("M2M100", "M2M100ForConditionalGeneration"),
     "marian": ("Marian", "MarianMTModel"),
+    "pegasus": ("Pegasus", "PegasusForConditionalGeneration"),
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "scale": {"scale_embedding": True},
@@ -138,7 +139,7 @@ def test_copies_and_numbers_of_fairseq_in_older_files_are_read(
     names = ["lm_head.weight", *(f"model.{stack}.embed_tokens.weight" for stack in stacks)]
     copies = {name: tensors["model.shared.weight"].clone() for name in names}
     further = {f"model.{stack}.version": torch.ones(1) for stack in stacks}
-    if family(kind).fixed["positions.kind"] == "sinusoidal":
+    if kind in ("m2m_100", "marian"):
         further["model.encoder.embed_positions.weight"] = torch.ones(42, 32)
     save_file({**tensors, **copies, **further}, path, metadata={"format": "pt"})
     megaconv.convert(source, tmp_path / "copy", saver="hf")
@@ -164,7 +165,7 @@ def test_megatrons_formats_and_training_are_refused(
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("kind", ["bart", "mbart", "marian"])
+@pytest.mark.parametrize("kind", ["bart", "mbart", "marian", "pegasus"])
 def test_another_vocabulary_is_refused_because_of_the_bias_of_the_head(
     kind: str, models: Models, tmp_path: Path
 ) -> None:
@@ -186,9 +187,32 @@ def test_default_models_have_as_many_elements_as_transformers_class(kind: str) -
     name, model_class = CLASSES[kind]
     raw = {"architectures": [model_class], "model_type": kind}
     config = getattr(transformers, f"{name}Config")()
-    # The class holds the tables of sines of Marian's, which files don't hold.
-    computed = 2 * 1024 * 1024 if kind == "marian" else 0
+    # The class holds two tables of sines, which files of Marian don't hold. Those of Pegasus may.
+    computed = 2 * 1024 * 1024 if kind in ("marian", "pegasus") else 0
     assert elements_by_table(kind, raw) == elements_of_class(model_class, config) - computed
+
+
+@pytest.mark.oracle
+def test_a_pegasus_without_its_tables_of_sines_computes_the_same(
+    models: Models, tmp_path: Path
+) -> None:
+    """transformers computes the tables that files lack."""
+    source = models("pegasus")
+    path, before = source / "model.safetensors", logits(source)
+    tensors = load_file(path)
+    tables = [f"model.{stack}.embed_positions.weight" for stack in ("encoder", "decoder")]
+    short = {name: tensor for name, tensor in tensors.items() if name not in tables}
+    assert len(tensors) == len(short) + 2
+    fingerprints = [megaconv.fingerprint(source).tensors]
+    save_file(short, path, metadata={"format": "pt"})
+    fingerprints.append(megaconv.fingerprint(source).tensors)
+    assert fingerprints[1].items() < fingerprints[0].items()
+    megaconv.convert(source, tmp_path / "out", saver="hf")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == short.keys()
+    assert torch.equal(logits(tmp_path / "out"), before)
+    save_file({**short, tables[0]: tensors[tables[0]]}, path, metadata={"format": "pt"})
+    with pytest.raises(TensorMismatch, match=r"model\.decoder\.embed_positions\.weight"):
+        megaconv.convert(source, tmp_path / "never", saver="hf")
 
 
 @pytest.mark.parametrize("kind", CLASSES)

@@ -280,7 +280,9 @@ def every_kind(family: str) -> list[ModelConfig]:
         ]
     if family in OF_BART:
         every = {"norm.embedding": True, "norm.final": True, "head.bias": True}
-        return [changed(config, {**every, "positions.kind": "learned"})]
+        sines = {"positions.kind": "sinusoidal", "positions.stored": True}
+        kinds = {"positions.kind": "learned"}, sines
+        return [changed(config, {**every, **kind}) for kind in kinds]
     if family in ("t5", *OF_T5):
         return [
             config,

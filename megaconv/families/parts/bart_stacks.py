@@ -10,6 +10,7 @@ Each norm follows a residual sum in some architectures, and comes before its sub
 Megatron's T5 has norms before sublayers, none after the embedding, and one table of positions for both stacks.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import CorruptCheckpoint
@@ -71,8 +72,15 @@ def _layers(stack: str, ffn: str) -> tuple[Row, ...]:
 def _around(stack: str, first: str, last: str) -> tuple[Row, ...]:
     """The rows before and after a stack's layers. first, last: their stages."""
     hf = f"model.{stack}."
+    positions = Row(
+        f"{stack}.positions.weight",
+        ("position_rows hidden",),
+        stage=first,
+        hf=hf + "embed_positions.weight",
+    )
     return (
-        Row(f"{stack}.positions.weight", ("position_rows hidden",), stage=first, when="learned", hf=hf + "embed_positions.weight"),
+        replace(positions, when="learned"),
+        replace(positions, when="stored_positions"),
         _norm(f"{stack}.embed_norm", hf + "layernorm_embedding", first, "embedding_norm"),
         _norm(f"{stack}.final_norm", hf + "layer_norm", last, "final_norm"),
     )  # fmt: skip

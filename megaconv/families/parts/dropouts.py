@@ -55,7 +55,7 @@ KEYS: Mapping[str, DropoutKeys] = {
     "seed_oss": DropoutKeys("attention_dropout", "residual_dropout", "", 0.1, 0.1),
     "starcoder2": DropoutKeys("attention_dropout", "residual_dropout", "embedding_dropout"),
     **dict.fromkeys(("mt5", "t5", "umt5"), DropoutKeys("dropout_rate", "dropout_rate", "", 0.1, 0.1)),
-    **dict.fromkeys(("bart", "marian", "mbart"), DropoutKeys("attention_dropout", "dropout", "", 0.0, 0.1)),
+    **dict.fromkeys(("bart", "marian", "mbart", "pegasus"), DropoutKeys("attention_dropout", "dropout", "", 0.0, 0.1)),
     "m2m_100": DropoutKeys("attention_dropout", "dropout", "", 0.1, 0.1),
     "xglm": DropoutKeys("attention_dropout", "dropout", "", 0.1, 0.1),
 }  # fmt: skip
