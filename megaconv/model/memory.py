@@ -56,12 +56,14 @@ def shares_per_parameter(
     sharding: str,
     *,
     states: int = MOMENTS,
+    narrower: int = 0,
     keeps_sharded_weights: bool = True,
 ) -> Shares:
     """Return the bytes of one parameter on one rank.
 
     data_parallel: number of ranks that hold the same parameters and share them evenly. sharding: one of SHARDING.
-    states: number of float32 state tensors. keeps_sharded_weights: whether sharded weights stay beside float32 masters.
+    states: number of state tensors. narrower: bytes by which they are smaller than float32 ones.
+    keeps_sharded_weights: whether sharded weights stay beside float32 masters.
     Raises UsageError for a dtype that training doesn't support.
     """
     if dtype not in BYTES_PER_PARAMETER:
@@ -69,7 +71,7 @@ def shares_per_parameter(
             f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}"
         )
     kept, level = BYTES_PER_PARAMETER[dtype], SHARDING.index(sharding)
-    state = kept.state - (MOMENTS - states) * FLOAT32
+    state = kept.state - (MOMENTS - states) * FLOAT32 - narrower
     shards_weight = level > SHARDING.index("optim_grads")
     # A float32 weight is its own master.
     has_master = dtype != "float32"

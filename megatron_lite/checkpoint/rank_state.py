@@ -231,5 +231,5 @@ def _part(share: Share, ranks: list[int], rank: int, slot: str, owned: FlatRange
     owned: this rank's range of the parameter, or None.
     """
     holder = ranks[share.rank]
-    values = owned.tensors[slot].detach() if holder == rank and owned else None
+    values = owned.in_float32(slot) if holder == rank and owned else None
     return Part(holder, share.start, share.end, values)

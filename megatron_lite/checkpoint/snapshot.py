@@ -157,7 +157,8 @@ def _has_distributed_form(engine: Engine) -> bool:
 
 def _stored(engine: Engine, owned: FlatRange) -> Iterator[tuple[str, Tensor]]:
     """Yield the optimizer's tensors under their names in `torch_dist`."""
-    for slot, flat in owned.tensors.items():
+    for slot in owned.tensors:
+        flat = owned.in_float32(slot)
         if slot != "master":
             yield slot, flat
         elif _has_distributed_form(engine):

@@ -26,10 +26,17 @@ class AdamW(Algorithm):
     ) -> Update:
         import torch
 
+        from megatron_lite.optimizer.narrow_update import NarrowUpdate
         from megatron_lite.optimizer.torch_update import TorchUpdate
 
         make = partial(torch.optim.AdamW, betas=options.betas, eps=options.eps, fused=True)
-        return TorchUpdate(make, ranges, self.state, counts_steps=True)
+
+        def update(wide: Sequence["FlatRange"]) -> Update:
+            return TorchUpdate(make, wide, self.state, counts_steps=True)
+
+        if all(options.state_dtype(name) == "float32" for name in self.state):
+            return update(ranges)
+        return NarrowUpdate(update, ranges, self.state)
 
 
 ADAMW = AdamW()

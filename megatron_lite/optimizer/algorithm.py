@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from formats.tensor import ITEMSIZE
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.settings.options import OptimizerOptions
@@ -61,7 +62,7 @@ class Algorithm(ABC):
     """One optimizer. An instance holds no state; state belongs to the ranges."""
 
     state: ClassVar[tuple[str, ...]]
-    """The names of its tensors, one float32 value for each updated element.
+    """The names of its tensors, one value for each updated element: float32, or as OptimizerOptions.state_dtype says.
 
     They have to be those of Adam or SGD in megaconv.model.training, because megaconv reads no others.
     """
@@ -97,3 +98,8 @@ class Algorithm(ABC):
     def keeps_whole(self, info: ParameterInfo) -> bool:
         """Return whether one rank has to update the whole parameter."""
         return self.of(info).whole
+
+
+def state_bytes(chosen: Algorithm, options: OptimizerOptions) -> int:
+    """Return the bytes of an algorithm's state for one element."""
+    return sum(ITEMSIZE[options.state_dtype(name)] for name in chosen.state)

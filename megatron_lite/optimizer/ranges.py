@@ -19,7 +19,7 @@ class FlatRange:
     start: int
     end: int
     tensors: Mapping[str, Tensor]
-    """float32 [end - start]: `master`, and the state of the algorithm that updates the parameter.
+    """[end - start]: `master` in float32, and the state of the algorithm that updates the parameter.
 
     These are the live tensors: copy into them to load.
     """
@@ -29,6 +29,11 @@ class FlatRange:
     @property
     def master(self) -> Tensor:
         return self.tensors[MASTER]
+
+    def in_float32(self, slot: str) -> Tensor:
+        """Return a tensor in float32: the live one, or a copy in main memory if it is kept in fewer bits."""
+        tensor = self.tensors[slot].detach()
+        return tensor if tensor.dtype == torch.float32 else tensor.cpu().float()
 
     @property
     def elements(self) -> int:

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from megaconv.model.training import MASTER
-from megatron_lite.optimizer.algorithm import Algorithm, Rates, TensorGroups, Update
+from megatron_lite.optimizer.algorithm import (
+    Algorithm,
+    Rates,
+    TensorGroups,
+    Update,
+    state_bytes,
+)
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.buckets import Bucket
 from megatron_lite.optimizer.chunk_buckets import ChunkBuckets
@@ -48,7 +54,7 @@ class Optimizer:
         self._ranges = [
             item
             for bucket, master in zip(self._buckets, self._masters, strict=True)
-            for item in _ranges(bucket, master, self.algorithm)
+            for item in _ranges(bucket, master, self.algorithm, options)
         ]
         self._updates = list(self._make_updates(groups))
 
@@ -127,21 +133,21 @@ class Optimizer:
             return 0.0
         in_buckets = sum(bucket.kept_bytes for bucket in self._buckets)
         own = sum(len(master) for master in self._masters)
-        kept = self._state_elements(own)
+        kept = self._state_bytes(own)
         for bucket, master in zip(self._buckets, self._masters, strict=True):
             if not bucket.master_is_parameter:
-                kept += len(master)
-        return (in_buckets + FLOAT32 * kept) / elements
+                kept += FLOAT32 * len(master)
+        return (in_buckets + kept) / elements
 
-    def _state_elements(self, own: int) -> int:
-        """Return the elements of state. own: this rank's elements; padding counts like the parameters that any algorithm takes."""
+    def _state_bytes(self, own: int) -> int:
+        """Return the bytes of state. own: this rank's elements; padding counts like the parameters that any algorithm takes."""
         found = 0
         padding = own
         for item in self._ranges:
-            found += item.elements * len(self.algorithm.of(item.info).state)
+            found += item.elements * state_bytes(self.algorithm.of(item.info), self.options)
             padding -= item.elements
         last = self.algorithm.chain()[-1]
-        return found + padding * len(last.state)
+        return found + padding * state_bytes(last, self.options)
 
 
 def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
@@ -151,11 +157,13 @@ def _shares(bucket: Bucket, member: Member) -> Iterator[Share]:
             yield Share(rank, place.start - member.start, place.stop - member.start)
 
 
-def _ranges(bucket: Bucket, master: Tensor, chosen: Algorithm) -> Iterator[FlatRange]:
+def _ranges(
+    bucket: Bucket, master: Tensor, chosen: Algorithm, options: OptimizerOptions
+) -> Iterator[FlatRange]:
     """Yield this rank's part of a bucket, one range per parameter."""
     first, last = bucket.parts.own.start, bucket.parts.own.stop
     members = [member for member in bucket.members if member.between(first, last)]
-    state = _zero_state(members, first, last, chosen, master.device)
+    state = _zero_state(members, first, last, chosen, options, master.device)
     for member, of_range in zip(members, state, strict=True):
         place = member.between(first, last)
         own_master = master[place.start - first : place.stop - first]
@@ -169,7 +177,12 @@ def _ranges(bucket: Bucket, master: Tensor, chosen: Algorithm) -> Iterator[FlatR
 
 
 def _zero_state(
-    members: Sequence[Member], first: int, last: int, chosen: Algorithm, device: torch.device
+    members: Sequence[Member],
+    first: int,
+    last: int,
+    chosen: Algorithm,
+    options: OptimizerOptions,
+    device: torch.device,
 ) -> list[dict[str, Tensor]]:
     """Return the state of each member by name, for its elements among first..last of the bucket."""
     found: list[dict[str, Tensor]] = [{} for _ in members]
@@ -179,14 +192,15 @@ def _zero_state(
         ]
         lengths = [len(members[number].between(first, last)) for number in numbers]
         for name in each.state:
-            for number, tensor in zip(numbers, _zeros(lengths, device), strict=True):
+            dtype = getattr(torch, options.state_dtype(name))
+            for number, tensor in zip(numbers, _zeros(lengths, dtype, device), strict=True):
                 found[number][name] = tensor
     return found
 
 
-def _zeros(lengths: Sequence[int], device: torch.device) -> list[Tensor]:
+def _zeros(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Return zeros of these lengths, aligned and in one piece of memory."""
     spaces = [aligned(length, ALIGNMENT) for length in lengths]
-    memory = torch.zeros(sum(spaces), dtype=torch.float32, device=device)
+    memory = torch.zeros(sum(spaces), dtype=dtype, device=device)
     parts = torch.split(memory, spaces)
     return [part[:length] for part, length in zip(parts, lengths, strict=True)]

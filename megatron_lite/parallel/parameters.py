@@ -140,6 +140,12 @@ def adapter_info(
     )
 
 
+def rows_info(matrix: ParameterInfo, rows: NativeTensor, tp: int, sequence: bool) -> ParameterInfo:
+    """Return the facts about trained rows of an embedding or a head. matrix: the whole matrix."""
+    kind = Kind.OF_HEADS
+    return adapter_info(matrix.chunk, rows, kind, tp, sequence=sequence, tied=matrix.tied)
+
+
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:
     """Return whether a rank computes only a share of the gradient. sequence: whether sequence parallelism is on."""
     return tp > 1 and (kind is Kind.OF_HEADS or (kind is Kind.OF_TOKENS and sequence))

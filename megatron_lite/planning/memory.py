@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from megaconv.model.memory import shares_per_parameter
+from megaconv.model.memory import FLOAT32, shares_per_parameter
 from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations
-from megatron_lite.optimizer.algorithm import Algorithm
+from megatron_lite.optimizer.algorithm import Algorithm, state_bytes
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
@@ -197,6 +197,7 @@ def _bytes_each(run: Described, held: Held) -> float:
         held.ranks,
         sharding,
         states=len(held.optimizer.state),
+        narrower=FLOAT32 * len(held.optimizer.state) - state_bytes(held.optimizer, run.optimizer),
         keeps_sharded_weights=False,
     )
     return sum(shares)

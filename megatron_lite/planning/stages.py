@@ -14,12 +14,18 @@ from megaconv.model.subjects import LayerKind
 from megaconv.model.table import with_beside
 from megaconv.planning.adapters import LayerAdapters
 from megaconv.planning.run import Run
-from megatron_lite.models.lora.parameters import row_infos
+from megatron_lite.models.lora.parameters import row_parameters
 from megatron_lite.models.lora.shares import Whole, modules_of
 from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.models.mixers.table import stays_in_float32
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.parameters import ParameterInfo, is_partial, tied_along, trained_tensors
+from megatron_lite.parallel.parameters import (
+    ParameterInfo,
+    is_partial,
+    rows_info,
+    tied_along,
+    trained_tensors,
+)
 from megatron_lite.planning.adapters import PlannedAdapter, layer_adapters, planned_adapters
 from megatron_lite.planning.work import Work
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
@@ -142,8 +148,12 @@ class Described:
         if lora is None:
             return []
         found = [info for adapter in self.adapters(index, chunk) for info in adapter.infos]
-        tp, own = self.sizes.layout.tp, self.parameters(index, chunk)
-        return found + [info for _, info in row_infos(own, lora, tp, sequence=self._sequence)]
+        named = {info.name: info for info in self.parameters(index, chunk)}
+        natives = [info.native for info in named.values()]
+        for each in row_parameters(natives, lora):
+            matrix = named[each.matrix.name]
+            found.append(rows_info(matrix, each.rows, self.sizes.layout.tp, self._sequence))
+        return found
 
     @cached_property
     def _adapters_by_kind(self) -> tuple[tuple[LayerKind, LayerAdapters], ...]:

@@ -22,6 +22,7 @@ from megatron_lite.parallel.parameters import (
     adapter_info,
     parameter_infos,
     replace_parameter,
+    rows_info,
 )
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.products.selection import check_device, fp8_of_device
@@ -59,7 +60,7 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
         if lora is not None:
             adapters = _attach_adapters(module, infos, plan, index, lora)
             found_adapters |= bool(adapters)
-            adapters += attach_rows(module, infos, plan, lora)
+            adapters += _attach_rows(module, infos, plan, lora)
         built.chunks.append(module)
         built.infos.append(infos)
         built.adapters.append(adapters)
@@ -107,6 +108,19 @@ def _attach_adapters(
         info = adapter_info(index, native, kind, ranks.size, sequence=ranks.sequence)
         found.append(info)
     return found
+
+
+def _attach_rows(
+    module: Network, infos: Sequence[ParameterInfo], plan: Plan, lora: LoRA
+) -> list[ParameterInfo]:
+    """Add trained rows of single tokens to a chunk and return their parameters."""
+    named = {info.name: info for info in infos}
+    natives = [info.native for info in infos]
+    found = attach_rows(module, natives, plan, lora)
+    ranks = plan.ranks
+    return [
+        rows_info(named[each.matrix.name], each.rows, ranks.size, ranks.sequence) for each in found
+    ]
 
 
 def allocate_untrained(

@@ -13,6 +13,9 @@ from megatron_lite.settings.parallel import Balance, Parallel
 BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 """The values of --moe-router-load-balancing-type."""
 
+LARGEST_BETA = 1 - 2**-8
+"""The largest beta with which a moment in bf16 still decays: half of its last bit is up to 2**-8 of it."""
+
 Judged = Iterator[tuple[object, str]]
 """(whether the flags are wrong, the message for it)."""
 
@@ -31,8 +34,8 @@ def check_steps(training: Training) -> None:
 def check_flags(settings: Settings) -> None:
     """Raise UsageError for the first check that fails."""
     for judge in (
-        _counts, _optimizer, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths, _saving,
-        _recompute, _offload, _dropouts, lambda given: _garbage(given.training), _profile,
+        _counts, _optimizer, _moments, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths,
+        _saving, _recompute, _offload, _dropouts, lambda given: _garbage(given.training), _profile,
     ):  # fmt: skip
         for wrong, message in judge(settings):
             if wrong:
@@ -78,6 +81,27 @@ def _optimizer(settings: Settings) -> Judged:
         settings.precision.fp16 and not chosen.trains_fp16,
         f"{flag} is for bf16 and fp32, as in Megatron core; leave --fp16 out",
     )
+
+
+def _moments(settings: Settings) -> Judged:
+    """Checks of Adam's moments in bf16."""
+    optimizer = settings.optimizer
+    for name, beta in (("exp_avg", optimizer.adam_beta1), ("exp_avg_sq", optimizer.adam_beta2)):
+        field = f"{name}_dtype"
+        dtype = getattr(optimizer, field)
+        flag = f"{flag_name(field)} {dtype}"
+        if dtype == "fp32":
+            continue
+        yield (
+            not optimizer.use_precision_aware_optimizer,
+            f"{flag} requires --use-precision-aware-optimizer",
+        )
+        yield optimizer.optimizer != "adam", f"{flag} is for --optimizer adam"
+        beta_flag = "--adam-beta1" if name == "exp_avg" else "--adam-beta2"
+        yield (
+            beta > LARGEST_BETA,
+            f"{flag} with {beta_flag} {beta:g}: its 8 bits would round away each decay of the moment; give {beta_flag} 0.995 or less",
+        )
 
 
 def _sharding(settings: Settings) -> Judged:

@@ -111,10 +111,8 @@ REFUSED = {
     **_because("another surplus of samples than 0.005", "mid_level_dataset_surplus"),
     **_because("yarn with other turns than 32 and 1", "beta_fast beta_slow"),
     **_because(
-        "gradients or optimizer state in less than fp32",
-        """
-        exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype use_precision_aware_optimizer
-        """,
+        "gradients or master weights in less than fp32",
+        "main_grads_dtype main_params_dtype",
     ),
     **_because(
         "norms of the sums of each sublayer, as in the original BERT,",

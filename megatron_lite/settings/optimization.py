@@ -15,6 +15,11 @@ class Optimizer:
         "--use-distributed-optimizer",
         choices=OPTIMIZERS,
     )  # fmt: skip
+    use_precision_aware_optimizer: bool = flag(
+        False, "keep Adam's moments in the dtypes of --exp-avg-dtype and --exp-avg-sq-dtype"
+    )
+    exp_avg_dtype: str = flag("fp32", "dtype of Adam's first moment", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = flag("fp32", "dtype of Adam's second moment", choices=("fp32", "bf16"))
     sgd_momentum: float = flag(0.9, "momentum of sgd")
     muon_momentum: float = flag(0.9, "momentum of muon")
     muon_use_nesterov: bool = flag(False, "Nesterov momentum for muon")

@@ -239,6 +239,14 @@ class OptimizerOptions:
     """Applied after each step; None: no clipping."""
     log_scores: bool = False
     """Report the largest attention score even without clipping."""
+    exp_avg_dtype: str = "float32"
+    exp_avg_sq_dtype: str = "float32"
+    """Dtypes in which Adam's moments are kept: `float32` or `bfloat16`. Updates are computed in float32."""
+
+    def state_dtype(self, name: str) -> str:
+        """Return the dtype of a state tensor. name: Adam's or SGD's."""
+        narrow = {"exp_avg": self.exp_avg_dtype, "exp_avg_sq": self.exp_avg_sq_dtype}
+        return narrow.get(name, "float32")
 
     @property
     def sharding(self) -> str:

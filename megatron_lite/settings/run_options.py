@@ -104,6 +104,10 @@ def _muon(optimizer: Optimizer) -> MuonOptions:
     )  # fmt: skip
 
 
+STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Values of --exp-avg-dtype and --exp-avg-sq-dtype -> dtypes."""
+
+
 def optimizer_options(settings: Settings) -> OptimizerOptions:
     """Return the options of the optimizer."""
     optimizer, precision, parallel = settings.optimizer, settings.precision, settings.parallel
@@ -123,4 +127,5 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         overlap_grad_reduce=parallel.overlap_grad_reduce, overlap_param_gather=parallel.overlap_param_gather, loss_scale=scale,
         qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
         log_scores=settings.logging.log_max_attention_logit,
+        exp_avg_dtype=STATE_DTYPES[optimizer.exp_avg_dtype], exp_avg_sq_dtype=STATE_DTYPES[optimizer.exp_avg_sq_dtype],
     )  # fmt: skip

@@ -15,14 +15,18 @@ from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter
-from megatron_lite.models.lora.parameters import Sharding, adapter_parameters, row_infos
+from megatron_lite.models.lora.parameters import (
+    Rows,
+    Sharding,
+    adapter_parameters,
+    row_parameters,
+)
 from megatron_lite.models.lora.shares import modules_of, of_all_experts, require_own, shares_of
 from megatron_lite.models.lora.targets import is_target
 from megatron_lite.models.lora.token_rows import TokenRows
 from megatron_lite.models.moe.experts import ExpertMatrix
 from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, TensorGroup
 from megatron_lite.settings.options import LoRA
 
@@ -78,16 +82,18 @@ def attach(
 
 
 def attach_rows(
-    chunk: nn.Module, infos: Iterable[ParameterInfo], plan: Plan, options: LoRA
-) -> list[ParameterInfo]:
-    """Add trained rows of single tokens to the embedding and the head of a chunk, and return them. infos: of the chunk."""
-    found = []
-    for tokens, info in row_infos(infos, options, plan.ranks.size, sequence=plan.ranks.sequence):
+    chunk: nn.Module, natives: Iterable[NativeTensor], plan: Plan, options: LoRA
+) -> list[Rows]:
+    """Add trained rows of single tokens to the embedding and the head of a chunk, and return them.
+
+    natives: the chunk's own parameters.
+    """
+    found = list(row_parameters(natives, options))
+    for each in found:
         with torch.device("meta"):
-            rows = TokenRows(tokens, plan.config.hidden, plan.ranks)
-        owner = chunk.get_submodule(info.name.partition(".")[0])
+            rows = TokenRows(each.tokens, plan.config.hidden, plan.ranks)
+        owner = chunk.get_submodule(each.rows.name.partition(".")[0])
         owner.token_rows = rows
-        found.append(info)
     heads = (module for module in chunk.modules() if isinstance(module, Head))
     for head in heads:
         if head.weight is None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from formats.tensor import Box
 from megaconv.model.natives import NativeTensor, Region
 from megatron_lite.models.lora.shares import Share
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.parameters import ParameterInfo, adapter_info
 from megatron_lite.settings.options import LoRA
 
 
@@ -33,23 +33,25 @@ def adapter_parameters(
         yield NativeTensor(f"{place}.lora_b", b, (share.out, rank), kind_of_b.copied), kind_of_b
 
 
-def row_infos(
-    infos: Iterable[ParameterInfo], options: LoRA, tp: int, *, sequence: bool
-) -> Iterator[tuple[tuple[int, ...], ParameterInfo]]:
-    """Yield (tokens, their trained rows) of each embedding and head in a chunk that has some. infos: of the chunk."""
-    for own in infos:
-        path, _, last = own.name.rpartition(".")
+class Rows(NamedTuple):
+    """The trained rows of one embedding or head."""
+
+    matrix: NativeTensor
+    tokens: tuple[int, ...]
+    rows: NativeTensor
+    """[tokens, hidden]."""
+
+
+def row_parameters(natives: Iterable[NativeTensor], options: LoRA) -> Iterator[Rows]:
+    """Yield the trained rows of each embedding and head in a chunk that has some. natives: the chunk's own parameters."""
+    for matrix in natives:
+        path, _, last = matrix.name.rpartition(".")
         tokens = options.tokens_of(path) if last == "weight" else ()
         if tokens:
-            rows = _row_parameter(own.native, tokens)
-            yield (
-                tokens,
-                adapter_info(own.chunk, rows, Kind.OF_HEADS, tp, sequence=sequence, tied=own.tied),
-            )
+            yield Rows(matrix, tokens, _rows_of(matrix, tokens))
 
 
-def _row_parameter(matrix: NativeTensor, tokens: Sequence[int]) -> NativeTensor:
-    """Return the trained rows [tokens, hidden] of an embedding's or a head's matrix."""
+def _rows_of(matrix: NativeTensor, tokens: Sequence[int]) -> NativeTensor:
     ((canonical, _),) = matrix.parts.items()
     owner = matrix.name.partition(".")[0]
     shape = len(tokens), matrix.shape[1]

@@ -253,6 +253,8 @@ class Case:
     ep: int = 1
     zero: int = 1
     """The sharding stage if `distributed`: 2 shards gradients too, 3 also parameters."""
+    moments: tuple[str, str] = ("float32", "float32")
+    """The dtypes of Adam's two moments."""
     fuses: bool = True
     """Add gradients of matrices to their sums inside the products."""
 
@@ -345,6 +347,8 @@ def make_engine(
         shards_gradients=case.zero > 1,
         shards_parameters=case.zero > 2,
         fuses_accumulation=case.fuses,
+        exp_avg_dtype=case.moments[0],
+        exp_avg_sq_dtype=case.moments[1],
         bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,

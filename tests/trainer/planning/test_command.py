@@ -207,6 +207,17 @@ def test_adapters_of_an_8b_model_take_a_gpu_that_training_all_weights_does_not_f
     assert "so it does not fit" in capsys.readouterr().out
 
 
+def test_moments_in_bf16_take_four_bytes_less(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    (wide,), (narrow,) = (
+        planned(capsys, f"{llama_8b} --adam-beta2 0.95 {flags}")["stages"] for flags in ("", words)
+    )
+    assert wide["state_bytes"] == wide["parameters"] * 18
+    assert narrow["state_bytes"] == narrow["parameters"] * 14
+
+
 def test_embedding_and_head_beside_adapters_have_gradients_and_state(
     llama_8b: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

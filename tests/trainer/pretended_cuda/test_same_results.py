@@ -96,6 +96,7 @@ FURTHER = {
     "fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="tensorwise"))))),
     "delayed fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="delayed"))))),
     "dropout": Option(Case("qwen3", recompute=FULL, options=DROPOUT)),
+    "moments in bf16": Option(Case("llama", moments=("bfloat16", "bfloat16"), options=(BF16,))),
     "lora": Option(Case("llama", options=(("lora", LORA),))),
     "lora, rows of tokens": Option(
         Case(
