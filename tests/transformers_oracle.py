@@ -1467,6 +1467,19 @@ def assert_same_bits(
         assert torch.equal(ours[name].view(bits), tensor.view(bits)), name
 
 
+def assert_comes_back(source: Path, saver: str, tmp_path: Path) -> None:
+    """What transformers loads after a conversion to `saver` and back is the same, also if it saves the model again."""
+    import torch
+
+    import megaconv
+
+    megaconv.convert(source, tmp_path / "there", saver=saver)
+    megaconv.convert(tmp_path / "there", tmp_path / "out", saver="hf")
+    assert_same_bits(load(tmp_path / "out"), load(source), torch.float32)
+    load(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert megaconv.diff(tmp_path / "again", source).same
+
+
 def meaning(config: "PretrainedConfig") -> dict[str, Any]:
     """A configuration without what only says where it lies and by which version it was written."""
     return {

@@ -17,6 +17,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.meaning import lost_fields
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
+from tests.two_stacks import assert_same_tensors, with_new_config
 from tests.whole_models import elements_by_table, elements_of_class
 
 VOCAB = 131
@@ -80,20 +81,6 @@ def logits(directory: Path, **settings: Any) -> torch.Tensor:
     with torch.no_grad():
         computed: torch.Tensor = model(input_ids=tokens, decoder_input_ids=tokens + 7).logits
     return computed
-
-
-def assert_same_tensors(found: Path, expected: Path) -> None:
-    ours, theirs = (load_file(path / "model.safetensors") for path in (found, expected))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-
-
-def with_new_config(directory: Path) -> Path:
-    """The directory with a config.json made from the description of its model alone."""
-    config = open_checkpoint(directory).config
-    written = family(config.family).write_hf(config)
-    (directory / "config.json").write_text(json.dumps(written))
-    return directory
 
 
 @pytest.mark.oracle

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 
-import megaconv
 from megaconv.errors import CheckpointError
 from megaconv.families import family
 from tests.families.test_published_models import PUBLISHED
-from tests.transformers_oracle import CONVERTED, create, load
+from tests.transformers_oracle import CONVERTED, assert_comes_back, create
 from tests.whole_models import elements_by_table, elements_of_class
 
 SMALL: dict[str, Any] = PUBLISHED["google/recurrentgemma-2b-it"]["config"]
@@ -39,10 +38,7 @@ def test_layers_repeat_the_words_of_either_key() -> None:
 @pytest.mark.oracle
 def test_what_transformers_saves_after_dcp_is_the_same_model(tmp_path: Path) -> None:
     create(CONVERTED["recurrent_gemma"], tmp_path / "hf")
-    megaconv.convert(tmp_path / "hf", tmp_path / "dcp", saver="dcp")
-    megaconv.convert(tmp_path / "dcp", tmp_path / "out", saver="hf")
-    load(tmp_path / "out").save_pretrained(tmp_path / "again")
-    assert megaconv.diff(tmp_path / "again", tmp_path / "hf").same
+    assert_comes_back(tmp_path / "hf", "dcp", tmp_path)
 
 
 @pytest.mark.parametrize(
