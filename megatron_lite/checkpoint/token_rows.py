@@ -5,7 +5,8 @@
 A tied model has those of its embedding alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -50,10 +51,11 @@ def read_token_rows(
     tensors: dict[str, LazyTensor] = {}
     modules: dict[str, tuple[int, ...]] = {}
     for canonical, found in changed_rows(adapter, family(config.family), config).items():
-        order = sorted(range(len(found.tokens)), key=found.tokens.__getitem__)
-        values = as_floats(found.values)[order]
+        # Of a token that is listed twice, peft takes the last row.
+        last = {token: number for number, token in enumerate(found.tokens)}
+        tokens = tuple(sorted(last))
+        values = as_floats(found.values)[[last[token] for token in tokens]]
         tensors[rows_name(canonical)] = HeldTensor(values)
-        tokens = tuple(sorted(found.tokens))
         modules |= dict.fromkeys(modules_of_tensors(config, [canonical]), tokens)
     return tensors, tuple(sorted(modules.items()))
 
@@ -67,6 +69,17 @@ def rows_of_base(engine: Engine, weights: Mapping[str, LazyTensor]) -> dict[str,
         tokens = options.tokens_of(path)
         if tokens and canonical in weights and canonical.endswith("weight"):
             hidden = engine.config.hidden
-            rows = [read(weights[canonical], Box(token, token + 1, 0, hidden)) for token in tokens]
-            found[rows_name(canonical)] = HeldTensor(torch.cat(rows).float())
+            parts = [
+                read(weights[canonical], Box(first, last + 1, 0, hidden))
+                for first, last in _runs(tokens)
+            ]
+            found[rows_name(canonical)] = HeldTensor(torch.cat(parts).float())
     return found
+
+
+def _runs(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last token of each run of consecutive tokens. tokens: in ascending order."""
+    numbered = enumerate(tokens)
+    for _, run in groupby(numbered, key=lambda pair: pair[1] - pair[0]):
+        found = [token for _, token in run]
+        yield found[0], found[-1]

@@ -164,9 +164,9 @@ def _joined(
         name = rows_name(canonical)
         if name not in read.tensors:
             continue
-        every, own = options.tokens_of(module), read.options.tokens_of(module)
+        every, own = (torch.tensor(each.tokens_of(module)) for each in (options, read.options))
         rows, changed = as_floats(base[name]), as_floats(read.tensors[name])
-        rows[[every.index(token) for token in own]] = changed
+        rows[torch.searchsorted(every, own)] = changed
         found[name] = HeldTensor(rows)
     return found
 

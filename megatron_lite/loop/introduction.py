@@ -11,7 +11,7 @@ from megatron_lite.checkpoint.adapter_runs import AdapterStart
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.loop.run import Run
-from megatron_lite.models.lora.peft_limits import notice_of_peft
+from megatron_lite.models.lora.peft_limits import notice_of_peft, notice_of_rows
 from megatron_lite.models.lora.whole import WORDS
 from megatron_lite.settings.architecture import model_type
 from megatron_lite.settings.config import flags
@@ -139,8 +139,8 @@ def _introduce_adapters(run: Run, start: AdapterStart) -> None:
         for info in infos
         for name in info.native.parts
     }
-    notice = notice_of_peft(run.config, adapted)
-    if notice is not None:
+    notices = notice_of_peft(run.config, adapted), notice_of_rows(run.config, start.options)
+    for notice in filter(None, notices):
         run.say(f"note: {notice}")
     if start.base is not None and start.base != load:
         run.say(f"warning: the adapter was trained on {start.base}, but --load is {load}")

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from megatron_lite.parallel.grid import Grid
 
 
+ROWS = ".token_rows.rows"
+"""End of the names of trained rows of an embedding or a head."""
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
     """The facts about one parameter of this rank."""
@@ -70,8 +74,8 @@ class ParameterInfo:
 
     @property
     def decoupled(self) -> bool:
-        """True for the embedding and the head, which may have a separate learning rate."""
-        return self.kind is Kind.VOCABULARY and self.decays
+        """True for the embedding, the head and trained rows of them, which may have a separate learning rate."""
+        return (self.kind is Kind.VOCABULARY or self.name.endswith(ROWS)) and self.decays
 
 
 def parameter_infos(

@@ -1,9 +1,11 @@
-"""Adapters that peft can't load, though they are trained, computed and merged here."""
+"""Adapters that peft can't load or computes otherwise, though they are trained, computed and merged here."""
 
 from collections.abc import Iterable
 
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
+from megatron_lite.models.lora.whole import HEAD
+from megatron_lite.settings.options import LoRA
 
 MIXED_UP = frozenset((
     "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo",
@@ -14,6 +16,16 @@ MIXED_UP = frozenset((
 adapters of their dense layers and shared experts for adapters of the experts, which have the same names in older releases.
 Source: peft 0.21.2, utils/transformers_weight_conversion.py; transformers 5.24, conversion_mapping.py."""
 _NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def notice_of_rows(config: ModelConfig, options: LoRA) -> str | None:
+    """Return a line if peft 0.21 computes trained rows of the head otherwise; None if it doesn't.
+
+    Source: peft 0.21.2, tuners/trainable_tokens/layer.py.
+    """
+    if not config.head.bias or not options.tokens_of(HEAD):
+        return None
+    return "peft 0.21 leaves out the bias of the head when it computes trained rows of it; a merged model has the bias, and so has this run"
 
 
 def notice_of_peft(config: ModelConfig, modules: Iterable[str]) -> str | None:

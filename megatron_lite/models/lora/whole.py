@@ -89,7 +89,11 @@ def _tokens(word: str, vocab: int) -> range:
             f"--lora-trainable-token-indices {word}: is no token; give numbers, as in 128256 128257 or 128256-128300"
         )
     found = range(int(first), int(last or first) + 1)
-    if not found or found[-1] >= vocab:
+    if not found:
+        raise UsageError(
+            f"--lora-trainable-token-indices {word}: the first token comes behind the last; write {last}-{first}"
+        )
+    if found[-1] >= vocab:
         raise UsageError(
             f"--lora-trainable-token-indices {word}: the model has the tokens 0 to {vocab - 1}"
         )

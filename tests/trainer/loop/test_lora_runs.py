@@ -172,6 +172,10 @@ def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -
             "--lora-trainable-token-indices 97-99: the model has the tokens 0 to 98",
         ),
         (
+            "--lora-rank 4 --lora-trainable-token-indices 5-3",
+            "--lora-trainable-token-indices 5-3: the first token comes behind the last; write 3-5",
+        ),
+        (
             "--lora-rank 4 --lora-trainable-token-indices 3,4",
             "--lora-trainable-token-indices 3,4: is no token; give numbers, as in",
         ),

@@ -13,6 +13,7 @@ import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families import all_families
+from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.adapters import (
@@ -29,7 +30,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.lora.adapter import Adapter
 from megatron_lite.models.lora.attached import without_adapters
-from megatron_lite.models.lora.peft_limits import MIXED_UP, notice_of_peft
+from megatron_lite.models.lora.peft_limits import MIXED_UP, notice_of_peft, notice_of_rows
 from megatron_lite.models.lora.whole import EMBEDDING, HEAD
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
@@ -231,9 +232,9 @@ def test_a_fresh_adapter_changes_nothing_and_nothing_else_is_trained() -> None:
     assert torch.equal(before, fresh)
     weights = {name: tensor.clone() for _, name, tensor in engine.parameters()}
     engine.train_step(batches(case, 0, engine), 1e-2)
-    changed = engine.logits(batch)
-    assert changed is not None
-    assert not torch.equal(before, changed)
+    after = engine.logits(batch)
+    assert after is not None
+    assert not torch.equal(before, after)
     assert all(torch.equal(tensor, weights[name]) for _, name, tensor in engine.parameters())
     assert engine.optimizer is not None
     owned = sum(item.end - item.start for item in engine.optimizer.ranges())
@@ -526,8 +527,8 @@ def test_only_the_whole_modules_that_are_named_learn_beside_adapters() -> None:
     engine = make(Case("llama-whole", lora=lora))
     before = {name: tensor.clone() for _, name, tensor in engine.parameters()}
     engine.train_step(batches(Case("llama-whole"), 0, engine), 1e-2)
-    changed = {n for _, n, tensor in engine.parameters() if not torch.equal(tensor, before[n])}
-    assert changed == {"output_layer.weight"}
+    learned = {n for _, n, tensor in engine.parameters() if not torch.equal(tensor, before[n])}
+    assert learned == {"output_layer.weight"}
 
 
 @pytest.mark.parametrize("model", ["llama-whole", "llama-rows", "llama-tied-rows"])
@@ -675,6 +676,46 @@ def test_models_whose_adapters_peft_mixes_up_are_those_that_transformers_convert
     assert notice is not None
     assert "peft 0.21 can't load this adapter" in notice
     assert notice_of_peft(MODELS["llama"], ["model.layers.1.mlp.up_proj"]) is None
+
+
+def test_a_line_says_that_peft_computes_rows_of_a_head_without_its_bias() -> None:
+    rows = LoRA(2, 4.0, rows=((HEAD, (3,)),))
+    of_embedding = LoRA(2, 4.0, rows=((EMBEDDING, (3,)),))
+    biased = changed(MODELS["llama"], {"head.bias": True})
+    assert "leaves out the bias of the head" in (notice_of_rows(biased, rows) or "")
+    assert notice_of_rows(biased, of_embedding) is None
+    assert notice_of_rows(MODELS["llama"], rows) is None
+
+
+def test_trained_rows_have_the_rate_of_embedding_and_head() -> None:
+    rows = (EMBEDDING, (8, 98)), (HEAD, (8, 98))
+    case = Case("llama-rows", lora=LoRA(2, 4.0, ("q_proj",), rows=rows))
+    engine = make(case)
+    before = {key: tensor.clone() for key, tensor in gather_adapters(engine).items()}
+    engine.train_step(batches(case, 0, engine), 1e-2, decoupled_lr=0.0)
+    after = gather_adapters(engine)
+    weights = [key for key in before if key.slot == WEIGHT]
+    moved = {key.name for key in weights if not torch.equal(before[key], after[key])}
+    assert moved
+    assert not any(name.endswith("token_rows") for name in moved)
+
+
+def test_the_last_row_of_a_token_that_is_listed_twice_counts_as_in_peft(tmp_path: Path) -> None:
+    place = PEFT / "peft-llama-rows" / "adapter"
+    described = json.loads((place / "adapter_config.json").read_text())
+    described["trainable_token_indices"] = {
+        "embed_tokens": [9, 40, 9, 3],
+        "lm_head": [9, 40, 98, 3],
+    }
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    tensors = load_file(place / "adapter_model.safetensors")
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = open_checkpoint(PEFT / "peft-llama-rows" / "base").config
+    read = read_adapter(tmp_path, config)
+    assert dict(read.options.rows) == {EMBEDDING: (3, 9, 40), HEAD: (3, 9, 40, 98)}
+    prefix = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    found = as_floats(read.tensors["embed.weight.token_rows"])
+    assert torch.equal(found, tensors[prefix][[3, 2, 1]].float())
 
 
 def test_unknown_targets_of_adapters_are_refused() -> None:
