@@ -18,13 +18,14 @@ from formats.ceilings import CONFIG_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_json
 from formats.tensor import LazyTensor
+from megaconv.engine.provenance import names_another
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
 from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
-from megatron_lite.checkpoint.peft import adapter_files, read_adapter
+from megatron_lite.checkpoint.peft import ReadAdapter, adapter_files, read_adapter
 from megatron_lite.checkpoint.restore import load_state
 from megatron_lite.checkpoint.same_run import STATE, check_same_start
 from megatron_lite.checkpoint.saver import has_checkpoint
@@ -50,7 +51,7 @@ class AdapterStart:
     progress: Progress = Progress()  # noqa: RUF009  # frozen
     place: Path | None = None
     base: str | None = None
-    """The path of the base model, as the continued run spelled it."""
+    """The path of the base model, as the continued run spelled it; of an adapter in files, only if it is another one."""
     dtype: str | None = None
     """The compute dtype of the continued run, or None if its state does not record one."""
 
@@ -72,9 +73,11 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
         assert options is not None
         return AdapterStart(beside_layers(options, lora, config), None)
     place = local_path(resolve(lora.lora_load))
-    options, tensors = _read(settings, place, config)
-    weights = {Key(name): tensor for name, tensor in tensors.items()}
-    return AdapterStart(options, weights, place=place)
+    read = _read(settings, place, config)
+    weights = {Key(name): tensor for name, tensor in read.tensors.items()}
+    load = str(saving.load).partition("@")[0]
+    is_another = names_another(read.base, [load, (config.hf or {}).get("_name_or_path")])
+    return AdapterStart(read.options, weights, place=place, base=read.base if is_another else None)
 
 
 def reads_adapters(settings: Settings) -> bool:
@@ -88,9 +91,7 @@ def _continues(settings: Settings) -> bool:
     return bool(saving.save and saving.resume and has_checkpoint(Path(saving.save)))
 
 
-def _read(
-    settings: Settings, place: Path, config: ModelConfig
-) -> tuple[LoRA, Mapping[str, LazyTensor]]:
+def _read(settings: Settings, place: Path, config: ModelConfig) -> ReadAdapter:
     """Read the adapter at `place` and apply the flags. Raises UsageError for a flag that contradicts the adapter."""
     found, lora = read_adapter(place, config), settings.lora
     stated = {
@@ -113,7 +114,7 @@ def _read(
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(lora, name)} contradicts the adapter {place}, which has {value}; leave the flag out"
             )
-    return replace(found.options, dropout=lora.lora_dropout), found.tensors
+    return replace(found, options=replace(found.options, dropout=lora.lora_dropout))
 
 
 def _continued(settings: Settings, version: Path, config: ModelConfig) -> AdapterStart:
@@ -130,15 +131,15 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
             f"{version / STATE}: is not the state of a run ({error})"
         ) from error
     check_same_start(settings, str(version.parent), base)
-    options, weights = _read(settings, version, config)
-    tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in weights.items()}
+    read = _read(settings, version, config)
+    tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in read.tensors.items()}
     if (version / OPTIMIZER).is_file() and not settings.checkpointing.no_load_optim:
         for stored, tensor in safetensors.read(version / OPTIMIZER).items():
             slot, _, name = stored.partition(".")
             tensors[Key(name, slot)] = tensor
     else:
         progress = Progress(**{**asdict(progress), "engine": None})
-    return AdapterStart(options, tensors, progress, version, base, dtype)
+    return AdapterStart(read.options, tensors, progress, version, base, dtype)
 
 
 def start_adapters(

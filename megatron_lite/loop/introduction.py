@@ -19,6 +19,9 @@ from megatron_lite.settings.kinds import of_other_kinds
 from megatron_lite.settings.optimization import PRECISION_FLAGS
 from megatron_lite.settings.options import LoRA
 
+SHOWN = 5
+"""Trained rows whose tokens are printed."""
+
 
 def introduce(
     run: Run,
@@ -39,6 +42,7 @@ def introduce(
         _point_out(run, start)
     if adapters is not None:
         _introduce_adapters(run, adapters)
+        _introduce_rows(run, adapters.options, tokenizer)
     _mention(run, start, tokenizer)
     if arguments:
         for name, then, now in _changes(run, arguments):
@@ -144,6 +148,23 @@ def _introduce_adapters(run: Run, start: AdapterStart) -> None:
         run.say(f"note: {notice}")
     if start.base is not None and start.base != load:
         run.say(f"warning: the adapter was trained on {start.base}, but --load is {load}")
+
+
+def _introduce_rows(run: Run, options: LoRA, tokenizer: Tokenizer) -> None:
+    """Print the first tokens whose rows are trained, and a warning of numbers that the tokenizer doesn't have."""
+    tokens = sorted({token for _, own in options.rows for token in own})
+    if not tokens:
+        return
+    first = [token for token in tokens[:SHOWN] if token < tokenizer.vocab_size]
+    texts = ", ".join(f"{token} {tokenizer.spelled([token])!r}" for token in first)
+    more = " ..." if len(tokens) > SHOWN else ""
+    run.say(f"trained rows: {texts}{more}")
+    beyond = [token for token in tokens if token >= tokenizer.vocab_size]
+    if beyond:
+        run.say(
+            f"warning: --lora-trainable-token-indices: the tokenizer has the tokens 0 to {tokenizer.vocab_size - 1}; "
+            f"the row of token {beyond[0]} will learn nothing"
+        )
 
 
 def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:

@@ -259,7 +259,8 @@ def _model(
         check_against(settings, config, dropouts, start.path)
     if vocab > config.vocab:
         raise UsageError(
-            f"the tokenizer has {vocab:,} tokens, the model {config.vocab:,}; give the model's own tokenizer"
+            f"the tokenizer has {vocab:,} tokens, the model {config.vocab:,}; give the model's own tokenizer, or give the model rows for "
+            "the new tokens (megaconv convert MODEL OUT --saver hf --tokenizer TOKENIZER)"
         )
     return config, dropouts
 

@@ -36,7 +36,9 @@ class Memory:
     passing: int = 0
     """Gradients and parameters that exist for a time, if data-parallel ranks shard them."""
     adapters: int = 0
-    """Number of parameters of adapters, which `parameters` leaves out."""
+    """Number of parameters of adapters and of trained rows of single tokens, which `parameters` leaves out."""
+    whole: int = 0
+    """Number of parameters that are trained whole beside adapters."""
     reference: int = 0
     """Weights of a reference model."""
     generation: int = 0
@@ -67,6 +69,7 @@ def stage_memory(run: Described) -> list[Memory]:
             activations=activations(run.run, pp_rank),
             passing=passing_bytes(run, pp_rank),
             adapters=adapters,
+            whole=whole if run.run.frozen else 0,
             reference=_of_reference(run, share, whole) * run.run.itemsize,
             generation=_generation(run, pp_rank, share),
         )

@@ -18,7 +18,6 @@ from megaconv.planning.layer_costs import Machine
 from megaconv.planning.model_size import parameter_count
 from megaconv.planning.run import Run
 from megaconv.planning.step_time import StepTime, step_time
-from megatron_lite.models.lora.whole import WORDS
 from megatron_lite.models.trainable import check_trained
 from megatron_lite.planning.generation import generation_seconds, rows_at_once
 from megatron_lite.planning.gradients import stage_traffic
@@ -150,6 +149,7 @@ class Planned:
         memory, traffic = self.memory[pp_rank], self.traffic[pp_rank]
         return {
             "pp_rank": pp_rank, "parameters": memory.parameters, "adapter_parameters": memory.adapters,
+            "whole_parameters": memory.whole,
             "state_bytes": memory.kept, "activation_bytes": memory.activations, "passing_bytes": memory.passing,
             "reference_bytes": memory.reference, "generation_bytes": memory.generation, "bytes": memory.total,
             "communication": [
@@ -220,10 +220,10 @@ class Planned:
         """Yield the memory that belongs to adapters, to a reference model and to completions."""
         adapters = max(one.adapters for one in self.memory)
         if self.run.frozen:
-            lora = self.described.options.lora
-            whole = "".join(f" and {WORDS[module]}" for module in lora.whole) if lora else ""
+            whole = max(one.whole for one in self.memory)
+            modules = f" and {whole:,} of modules that are trained whole" if whole else ""
             yield (
-                f"{_INDENT}gradients and optimizer state belong to {adapters:,} parameters of adapters{whole}; all others are frozen"
+                f"{_INDENT}gradients and optimizer state belong to {adapters:,} parameters of adapters{modules}; all others are frozen"
             )
         reference = max(one.reference for one in self.memory)
         if reference:

@@ -100,7 +100,7 @@ def _moments(settings: Settings) -> Judged:
         beta_flag = "--adam-beta1" if name == "exp_avg" else "--adam-beta2"
         yield (
             beta > LARGEST_BETA,
-            f"{flag} with {beta_flag} {beta:g}: its 8 bits would round away each decay of the moment; give {beta_flag} 0.995 or less",
+            f"{flag} with {beta_flag} {beta:g}: its 8 bits would round away each decay of the moment; give {beta_flag} 0.996 or less",
         )
 
 

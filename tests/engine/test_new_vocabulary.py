@@ -44,7 +44,13 @@ def with_more_rows(model: Path) -> Any:
     before = made.config.get_text_config().vocab_size
     made.resize_token_embeddings(before + MORE, mean_resizing=False)
     for module in {made.get_input_embeddings(), made.get_output_embeddings()} - {None}:
-        for name in ("weight", "bias"):
+        scale = getattr(module, "logit_scale", None)
+        if scale is not None:
+            # Dory's factors of logits. transformers lengthens those of separate heads alone.
+            module.logit_scale = torch.nn.Parameter(
+                torch.cat([scale.data[:before], scale.data.new_zeros(MORE)])
+            )
+        for name in ("weight", "bias", "logit_scale"):
             values = getattr(module, name, None)
             if values is not None:
                 values.data[-MORE:] = values.data[:-MORE].double().mean(0).to(values.dtype)

@@ -84,9 +84,12 @@ def rows_of_tokens(
 
 def _tokens(word: str, vocab: int) -> range:
     first, hyphen, last = word.partition("-")
+    if "," in word:
+        instead = " ".join(word.split(","))
+        raise UsageError(f"--lora-trainable-token-indices {word}: leave out the commas: {instead}")
     if not (first.isdecimal() and (last.isdecimal() or not hyphen)):
         raise UsageError(
-            f"--lora-trainable-token-indices {word}: is no token; give numbers, as in 128256 128257 or 128256-128300"
+            f"--lora-trainable-token-indices {word}: is no number of a token; give numbers, as in 128256 128257 or 128256-128300"
         )
     found = range(int(first), int(last or first) + 1)
     if not found:

@@ -1,6 +1,8 @@
 """Runs that train adapters: what they save, how they go on, what they refuse."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -86,7 +88,9 @@ def test_a_run_with_embedding_and_head_goes_on_to_the_same_bits_and_at_another_l
     flags: str, told: str, name: str, shape: tuple[int, int], tmp_path: Path
 ) -> None:
     words = f"{FRESH} {flags} --train-iters 4 --save ckpt"
-    assert f"on q_proj v_proj linear_fc2, {told}" in train(tmp_path / "whole", 1, words).log(0)
+    log = train(tmp_path / "whole", 1, words).log(0)
+    assert f"on q_proj v_proj linear_fc2, {told}" in log
+    assert ("trained rows: 8 '8', 97 '97', 98 '98'" in log) == ("indices" in flags)
     expected = weights(tmp_path / "whole", 4)
     assert expected[f"base_model.model.{name}"].shape == shape
 
@@ -103,6 +107,17 @@ def test_a_run_with_embedding_and_head_goes_on_to_the_same_bits_and_at_another_l
         for key, tensor in found.items():
             is_same = torch.equal(tensor, expected[key])
             assert is_same or (name == "other" and torch.allclose(tensor, expected[key], atol=1e-4))
+
+
+def test_an_adapter_of_another_base_is_pointed_out(tmp_path: Path) -> None:
+    described = (ADAPTER / "adapter_config.json").read_text()
+    adapter = tmp_path / "adapter"
+    shutil.copytree(ADAPTER, adapter)
+    name = json.loads(described)["base_model_name_or_path"]
+    changed = described.replace(name, "another-base")
+    (adapter / "adapter_config.json").write_text(changed)
+    log = train(tmp_path / "run", 1, f"{WORDS} --lora-load {adapter} --train-iters 1").log(0)
+    assert f"warning: the adapter was trained on another-base, but --load is {BASE}" in log
 
 
 def test_an_adapter_of_peft_is_trained_on_with_a_shared_optimizer(tmp_path: Path) -> None:
@@ -177,7 +192,11 @@ def test_adapters_are_trained_on_in_the_precision_of_their_run(tmp_path: Path) -
         ),
         (
             "--lora-rank 4 --lora-trainable-token-indices 3,4",
-            "--lora-trainable-token-indices 3,4: is no token; give numbers, as in",
+            "--lora-trainable-token-indices 3,4: leave out the commas: 3 4",
+        ),
+        (
+            "--lora-rank 4 --lora-trainable-token-indices <|turn|>",
+            "--lora-trainable-token-indices <|turn|>: is no number of a token; give numbers, as in",
         ),
         (
             "--lora-rank 4 --lora-trainable-token-indices 3 --lora-modules-to-save lm_head",

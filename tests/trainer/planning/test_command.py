@@ -237,7 +237,8 @@ def test_embedding_and_head_beside_adapters_have_gradients_and_state(
     (with_reference,) = planned(capsys, completions)["stages"]
     assert with_reference["reference_bytes"] == of_vocabulary * 2
     assert main(words.split()) == 0
-    expected = "parameters of adapters and the embedding and the head; all others are frozen"
+    assert beside["whole_parameters"] == of_vocabulary
+    expected = f"and {of_vocabulary:,} of modules that are trained whole; all others are frozen"
     assert expected in capsys.readouterr().out
 
 
