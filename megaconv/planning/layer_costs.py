@@ -154,7 +154,7 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
         else there_and_back(run, run.tokens * heads, config.hidden)
     )
     mtp = config.mtp_layers
-    passes = (machine.passes if run.head_is_frozen else 3) + run.head_again
+    passes = (3 if run.trains_head else machine.passes) + run.head_again
     # Half of the elementwise work belongs to the forward pass.
     moves = 6 + 3 * run.head_again
     return Cost(

@@ -96,7 +96,7 @@ def _moments(settings: Settings) -> Judged:
             not optimizer.use_precision_aware_optimizer,
             f"{flag} requires --use-precision-aware-optimizer",
         )
-        yield optimizer.optimizer != "adam", f"{flag} is for --optimizer adam"
+        yield not OPTIMIZERS[optimizer.optimizer].narrow_moments, f"{flag} is for --optimizer adam"
         beta_flag = "--adam-beta1" if name == "exp_avg" else "--adam-beta2"
         yield (
             beta > LARGEST_BETA,

@@ -13,10 +13,12 @@ class Choice:
     """True if it shards optimizer state without --use-distributed-optimizer."""
     trains_adapters: bool = True
     trains_fp16: bool = True
+    narrow_moments: bool = False
+    """True if its moments may be kept in bf16."""
 
 
 OPTIMIZERS = {
-    "adam": Choice("adamw"),
+    "adam": Choice("adamw", narrow_moments=True),
     "sgd": Choice("sgd"),
     "muon": Choice("muon", trains_adapters=False, trains_fp16=False),
     "dist_muon": Choice("muon", distributed=True, trains_adapters=False, trains_fp16=False),

@@ -29,6 +29,8 @@ OTHER_DROPOUTS = {
     "classifier_dropout",
     "activation_dropout",
     "layerdrop",
+    "encoder_layerdrop",
+    "decoder_layerdrop",
     "mlp_dropout",
     "summary_first_dropout",
 }
