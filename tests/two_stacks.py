@@ -1,11 +1,13 @@
 """Models of an encoder and a decoder between Hugging Face's files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
+import megaconv
 from megaconv.checkpoint import open_checkpoint
 from megaconv.families import family
 
@@ -22,3 +24,15 @@ def with_new_config(directory: Path) -> Path:
     written = family(config.family).write_hf(config)
     (directory / "config.json").write_text(json.dumps(written))
     return directory
+
+
+def assert_files_and_logits_come_back(
+    source: Path, saver: str, logits: Callable[[Path], torch.Tensor], tmp_path: Path
+) -> None:
+    """They do so after a conversion to `saver` and back, and with a new config.json."""
+    megaconv.convert(source, tmp_path / "there", saver=saver)
+    megaconv.convert(tmp_path / "there", tmp_path / "back", saver="hf")
+    assert_same_tensors(tmp_path / "back", source)
+    expected = logits(source)
+    assert torch.equal(logits(tmp_path / "back"), expected)
+    assert torch.equal(logits(with_new_config(tmp_path / "back")), expected)

@@ -18,7 +18,6 @@ from formats.ceilings import CONFIG_BYTES
 from formats.errors import CorruptCheckpoint
 from formats.regular_files import read_json
 from formats.tensor import LazyTensor
-from megaconv.engine.provenance import names_another
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
 from megaconv.local_paths import local_path
@@ -75,8 +74,7 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
     place = local_path(resolve(lora.lora_load))
     read = _read(settings, place, config)
     weights = {Key(name): tensor for name, tensor in read.tensors.items()}
-    load = str(saving.load).partition("@")[0]
-    is_another = names_another(read.base, [load, (config.hf or {}).get("_name_or_path")])
+    is_another = read.is_of_another(str(saving.load), config)
     return AdapterStart(read.options, weights, place=place, base=read.base if is_another else None)
 
 

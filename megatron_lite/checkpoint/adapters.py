@@ -181,7 +181,7 @@ class _Piece:
     slot: str
     start: int
     values: Tensor
-    """float32, a view of the optimizer's state, or a copy in main memory."""
+    """A view of the masters or the state, in its dtype, or a copy in main memory."""
 
     def on_cpu(self) -> "_Piece":
         """Return a copy in main memory."""
@@ -219,11 +219,13 @@ def _own_pieces(engine: Engine) -> Iterator[_Piece]:
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Yield consecutive pieces that have at most _AT_ONCE elements together."""
     batch: list[_Piece] = []
+    room = _AT_ONCE
     for piece in pieces:
-        if batch and sum(len(each.values) for each in batch) + len(piece.values) > _AT_ONCE:
+        if batch and len(piece.values) > room:
             yield batch
-            batch = []
+            batch, room = [], _AT_ONCE
         batch.append(piece)
+        room -= len(piece.values)
     if batch:
         yield batch
 

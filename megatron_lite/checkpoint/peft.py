@@ -25,6 +25,7 @@ from megaconv.adapters.named_tensors import INSIDE, INSIDE_BY_TYPE
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
 from megaconv.adapters.targets import weights_of
+from megaconv.engine.provenance import names_another
 from megaconv.errors import NotExpressible
 from megaconv.families import family, has_text_only
 from megaconv.families.parts.hf_config import load_config
@@ -166,6 +167,11 @@ class ReadAdapter:
     """Whole matrices by the names that load_adapters uses."""
     base: str | None
     """The model that it was trained on, if its configuration names one."""
+
+    def is_of_another(self, load: str, config: ModelConfig) -> bool:
+        """Return whether it was trained on another model, as far as the names tell. load: the model's path or Hub id."""
+        names = [load.partition("@")[0], (config.hf or {}).get("_name_or_path")]
+        return names_another(self.base, names)
 
 
 def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:

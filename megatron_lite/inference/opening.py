@@ -12,7 +12,6 @@ from typing import Any
 from formats.tensor import LazyTensor
 from megaconv.commands.forward_pass import MAX_MEMORY
 from megaconv.engine.adapted import adapted
-from megaconv.engine.provenance import names_another
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -242,12 +241,11 @@ def _warn_of_length(length: int, config: ModelConfig) -> None:
 
 def _warn_of_other_bases(adapters: Sequence[NamedAdapter], load: str, config: ModelConfig) -> None:
     """Print a line for each adapter whose configuration names another model."""
-    names = [load.partition("@")[0], (config.hf or {}).get("_name_or_path")]
     for adapter in adapters:
-        base = adapter.read.base
-        if names_another(base, names):
+        read = adapter.read
+        if read.is_of_another(load, config):
             show(
-                f"warning: the adapter {adapter.name} was trained on {base}, but --load is {load}",
+                f"warning: the adapter {adapter.name} was trained on {read.base}, but --load is {load}",
                 sys.stderr,
             )
 

@@ -1,6 +1,6 @@
 """Log lines at the start of a run: its model and ranks, its start, and the choices that no flag made."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -117,13 +117,23 @@ def _adapter(options: LoRA) -> str:
     kind = "rsLoRA" if options.rslora else "LoRA"
     dropout = f", dropout {options.dropout:g}" if options.dropout else ""
     targets = " ".join(options.targets)
-    whole = " and ".join(WORDS[module] for module in options.whole)
-    beside = f", with {whole} whole" if whole else ""
-    if options.rows:
-        tokens = counted(len({token for _, tokens in options.rows for token in tokens}), "token")
-        modules = " and ".join(WORDS[module] for module, _ in options.rows)
-        beside += f", with the rows of {tokens} in {modules}"
+    beside = _beside(options)
     return f"{kind} of rank {options.rank}, alpha {options.alpha:g}{dropout} on {targets}{beside}"
+
+
+def _beside(options: LoRA) -> str:
+    """Return a text such as `, with the head whole`: what is trained beside adapters."""
+    found = ""
+    if options.whole:
+        found += f", with {_named(options.whole)} whole"
+    if options.rows:
+        tokens = counted(len(options.tokens), "token")
+        found += f", with the rows of {tokens} in {_named(module for module, _ in options.rows)}"
+    return found
+
+
+def _named(modules: Iterable[str]) -> str:
+    return " and ".join(WORDS[module] for module in modules)
 
 
 def _introduce_adapters(run: Run, start: AdapterStart) -> None:
@@ -152,7 +162,7 @@ def _introduce_adapters(run: Run, start: AdapterStart) -> None:
 
 def _introduce_rows(run: Run, options: LoRA, tokenizer: Tokenizer) -> None:
     """Print the first tokens whose rows are trained, and a warning of numbers that the tokenizer doesn't have."""
-    tokens = sorted({token for _, own in options.rows for token in own})
+    tokens = options.tokens
     if not tokens:
         return
     first = [token for token in tokens[:SHOWN] if token < tokenizer.vocab_size]

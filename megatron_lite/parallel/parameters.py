@@ -144,7 +144,9 @@ def adapter_info(
     )
 
 
-def rows_info(matrix: ParameterInfo, rows: NativeTensor, tp: int, sequence: bool) -> ParameterInfo:
+def rows_info(
+    matrix: ParameterInfo, rows: NativeTensor, tp: int, *, sequence: bool
+) -> ParameterInfo:
     """Return the facts about trained rows of an embedding or a head. matrix: the whole matrix."""
     kind = Kind.OF_HEADS
     return adapter_info(matrix.chunk, rows, kind, tp, sequence=sequence, tied=matrix.tied)

@@ -152,7 +152,9 @@ class Described:
         natives = [info.native for info in named.values()]
         for each in row_parameters(natives, lora):
             matrix = named[each.matrix.name]
-            found.append(rows_info(matrix, each.rows, self.sizes.layout.tp, self._sequence))
+            found.append(
+                rows_info(matrix, each.rows, self.sizes.layout.tp, sequence=self._sequence)
+            )
         return found
 
     @cached_property

@@ -119,7 +119,8 @@ def _attach_rows(
     found = attach_rows(module, natives, plan, lora)
     ranks = plan.ranks
     return [
-        rows_info(named[each.matrix.name], each.rows, ranks.size, ranks.sequence) for each in found
+        rows_info(named[each.matrix.name], each.rows, ranks.size, sequence=ranks.sequence)
+        for each in found
     ]
 
 

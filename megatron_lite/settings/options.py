@@ -72,6 +72,11 @@ class LoRA:
     rows: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """(Megatron core's path of the embedding or the head, tokens in ascending order) whose rows are trained alone."""
 
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens whose rows are trained alone, in ascending order."""
+        return sorted({token for _, tokens in self.rows for token in tokens})
+
     def tokens_of(self, path: str) -> tuple[int, ...]:
         """Return the tokens whose rows are trained alone in a module. path: Megatron core's."""
         return dict(self.rows).get(path, ())

@@ -17,7 +17,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.meaning import lost_fields
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
-from tests.two_stacks import assert_same_tensors, with_new_config
+from tests.two_stacks import assert_files_and_logits_come_back, with_new_config
 from tests.whole_models import elements_by_table, elements_of_class
 
 VOCAB = 131
@@ -90,12 +90,7 @@ def test_the_files_and_the_logits_come_back(
     kind: str, saver: str, models: Models, tmp_path: Path
 ) -> None:
     source = models(kind)
-    megaconv.convert(source, tmp_path / "there", saver=saver)
-    megaconv.convert(tmp_path / "there", tmp_path / "back", saver="hf")
-    assert_same_tensors(tmp_path / "back", source)
-    expected = logits(source)
-    assert torch.equal(logits(tmp_path / "back"), expected)
-    assert torch.equal(logits(with_new_config(tmp_path / "back")), expected)
+    assert_files_and_logits_come_back(source, saver, logits, tmp_path)
 
 
 @pytest.mark.oracle

@@ -15,7 +15,7 @@ from megaconv.errors import CheckpointError, CorruptCheckpoint, NotExpressible, 
 from megaconv.families import family
 from tests.config_models import raw_config
 from tests.encoder_configs import T5
-from tests.two_stacks import assert_same_tensors, with_new_config
+from tests.two_stacks import assert_files_and_logits_come_back, with_new_config
 from tests.whole_models import elements_by_table, elements_of_class
 
 VOCAB = 131
@@ -86,12 +86,7 @@ def test_the_files_and_the_logits_come_back(
     tmp_path: Path,
 ) -> None:
     source = models(kind, settings, own_head)
-    megaconv.convert(source, tmp_path / "there", saver=saver)
-    megaconv.convert(tmp_path / "there", tmp_path / "back", saver="hf")
-    assert_same_tensors(tmp_path / "back", source)
-    expected = logits(source)
-    assert torch.equal(logits(tmp_path / "back"), expected)
-    assert torch.equal(logits(with_new_config(tmp_path / "back")), expected)
+    assert_files_and_logits_come_back(source, saver, logits, tmp_path)
 
 
 @pytest.mark.oracle

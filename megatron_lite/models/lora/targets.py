@@ -30,9 +30,7 @@ def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -
         "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", ALL_LINEAR,
     }  # fmt: skip
     for word in targets:
-        if "," in word:
-            instead = word.replace(",", " ").split()
-            raise UsageError(f"--lora-targets {word}: leave out the commas: {' '.join(instead)}")
+        refuse_commas("--lora-targets", word)
         if word.rpartition(".")[2] not in known:
             raise UsageError(
                 f"--lora-targets {word}: is no matrix of this model; there are {', '.join(sorted(known))}"
@@ -41,3 +39,10 @@ def check_targets(config: ModelConfig, targets: Sequence[str], *, found: bool) -
         raise UsageError(
             f"--lora-targets {' '.join(targets)}: no matrix of this model's layers is among them"
         )
+
+
+def refuse_commas(flag: str, word: str) -> None:
+    """Raise UsageError for a word that joins several by commas, where spaces separate them."""
+    if "," in word:
+        instead = " ".join(word.replace(",", " ").split())
+        raise UsageError(f"{flag} {word}: leave out the commas: {instead}")

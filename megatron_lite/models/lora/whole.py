@@ -1,4 +1,7 @@
-"""Embedding and head, which may be trained whole beside adapters: peft's modules_to_save."""
+"""What is trained in embedding and head beside adapters: a whole module, or rows of single tokens.
+
+These are peft's modules_to_save and trainable_token_indices.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.naming import HF_STACKED
 from megaconv.model.natives import NativeTensor, unsharded_tensors
+from megatron_lite.models.lora.targets import refuse_commas
 from megatron_lite.settings.learning import Lora
 from megatron_lite.settings.options import LoRA
 
@@ -18,6 +22,7 @@ EMBEDDING, HEAD = "embedding.word_embeddings", "output_layer"
 WORDS = {EMBEDDING: "the embedding", HEAD: "the head"}
 """Names of the two modules for people."""
 _IN_LAYER = re.compile(r"\.\d+\.|\bmtp\b")
+"""Part of the names of copies that layers for further tokens have."""
 MODULES = {"embed.weight": EMBEDDING, "head.weight": HEAD, "head.bias": HEAD}
 """Canonical tensor -> Megatron core's path of its module."""
 
@@ -55,10 +60,8 @@ def whole_modules(config: ModelConfig, words: Sequence[str]) -> tuple[str, ...]:
     paths = _paths(config)
     found: set[str] = set()
     for word in words:
+        refuse_commas("--lora-modules-to-save", word)
         chosen = {core for path, core in paths if path == word or path.endswith(f".{word}")}
-        if "," in word:
-            instead = " ".join(word.split(","))
-            raise UsageError(f"--lora-modules-to-save {word}: leave out the commas: {instead}")
         if not chosen:
             known = ", ".join(sorted({path.rpartition(".")[2] for path, _ in paths}))
             raise UsageError(
@@ -78,15 +81,14 @@ def rows_of_tokens(
     A word is a number, or two with a hyphen: the first and the last one of consecutive tokens. Raises UsageError.
     """
     tokens = sorted({token for word in words for token in _tokens(word, config.vocab)})
-    modules = modules_of_tensors(config, [*_canonical_names(config)]) if tokens else ()
+    canonical = [part for native in whole_tensors(config).values() for part in native.parts]
+    modules = modules_of_tensors(config, canonical) if tokens else ()
     return tuple((module, tuple(tokens)) for module in modules)
 
 
 def _tokens(word: str, vocab: int) -> range:
+    refuse_commas("--lora-trainable-token-indices", word)
     first, hyphen, last = word.partition("-")
-    if "," in word:
-        instead = " ".join(word.split(","))
-        raise UsageError(f"--lora-trainable-token-indices {word}: leave out the commas: {instead}")
     if not (first.isdecimal() and (last.isdecimal() or not hyphen)):
         raise UsageError(
             f"--lora-trainable-token-indices {word}: is no number of a token; give numbers, as in 128256 128257 or 128256-128300"
@@ -101,10 +103,6 @@ def _tokens(word: str, vocab: int) -> range:
             f"--lora-trainable-token-indices {word}: the model has the tokens 0 to {vocab - 1}"
         )
     return found
-
-
-def _canonical_names(config: ModelConfig) -> list[str]:
-    return [part for native in whole_tensors(config).values() for part in native.parts]
 
 
 def modules_of_tensors(config: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
