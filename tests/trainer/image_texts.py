@@ -13,6 +13,11 @@ PIXTRAL = {"llava_pixtral": 1, "mistral3": 2, "ministral3": 2, "lighton_ocr": 2}
 
 TILED = ("smolvlm", "idefics3")
 GEMMA_4 = ("gemma4", "gemma4_small")
+TEXTS_OF_GEMMA_4 = {
+    "gemma4_unified": "Gemma4UnifiedProcessor",
+    **dict.fromkeys(GEMMA_4, "Gemma4Processor"),
+}
+INTERNVL = {"internvl": "InternVLProcessor", "qianfan_ocr": "QianfanOCRProcessor"}
 WITH_PROCESSOR: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"name": "Gemma3Processor", "fields": {"image_seq_length": 16}},
 }
@@ -29,9 +34,13 @@ def image_processor(kind: str, transformers: Any) -> Any:
         return transformers.LlavaNextImageProcessorPil(
             size={"shortest_edge": 16}, crop_size=side, image_grid_pinpoints=tiles
         )
-    if kind == "internvl":
+    if kind in ("internvl", "qianfan_ocr", "aya_vision"):
         side = {"height": 16, "width": 16}
         return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4)
+    if kind == "cohere2_vision":
+        # Its own image processor needs torchvision, and chooses other tiles.
+        side = {"height": 8, "width": 8}
+        return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4, crop_to_patches=True)
     if kind in TILED:
         name = "SmolVLMImageProcessorPil" if kind == "smolvlm" else "Idefics3ImageProcessorPil"
         return getattr(transformers, name)(
@@ -58,6 +67,11 @@ def image_processor(kind: str, transformers: Any) -> Any:
         return transformers.Gemma4ImageProcessorPil(
             patch_size=2, pooling_kernel_size=2, max_soft_tokens=70
         )
+    if kind == "gemma4_unified":
+        # Its own image processor needs torchvision. It makes patches as this one does without pooling.
+        return transformers.Gemma4ImageProcessorPil(
+            patch_size=4, pooling_kernel_size=1, max_soft_tokens=70
+        )
     if kind in PIXTRAL:
         return transformers.PixtralImageProcessorPil(size={"longest_edge": 20 * PIXTRAL[kind]})
     if kind == "paddleocr_vl":
@@ -77,8 +91,10 @@ def arguments_of(kind: str, transformers: Any) -> Mapping[str, Any]:
         found = transformers.Lfm2VlProcessor.images_kwargs
     if kind in TILED:
         found = transformers.Idefics3Processor.images_kwargs
-    if kind == "internvl":
-        found = transformers.InternVLProcessor.images_kwargs
+    if kind in INTERNVL:
+        found = getattr(transformers, INTERNVL[kind]).images_kwargs
+    if kind == "aya_vision":
+        found = transformers.AyaVisionProcessor.images_kwargs
     if kind == "gemma3":
         found = transformers.Gemma3Processor.images_kwargs
     if kind in PIXTRAL:
@@ -90,9 +106,10 @@ def texts_of(
     kind: str, transformers: Any, processed: Mapping[str, Any], word: str
 ) -> Sequence[str]:
     """The texts of images. processed: of all of them. word: the text of the token of images."""
-    if kind == "internvl":
+    if kind in INTERNVL:
         words = {"image_token": word, "start_image_token": "<img>", "end_image_token": "</img>"}
-        processor = _without_parts(transformers.InternVLProcessor, image_seq_length=4, **words)
+        made = getattr(transformers, INTERNVL[kind])
+        processor = _without_parts(made, image_seq_length=4, **words)
         return _written(processor, processed, len(processed["num_patches"]))
     if kind == "lighton_ocr":
         fields = {"image_token": word, "effective_patch_size": 8}
@@ -131,13 +148,29 @@ def texts_of(
         sequence = f"\n\n<start_of_image>{word * 16}<end_of_image>\n\n"
         processor = _without_parts(transformers.Gemma3Processor, full_image_sequence=sequence)
         return _written(processor, processed, len(processed["num_crops"]))
-    if kind in GEMMA_4:
+    if kind == "aya_vision":
+        words = {
+            "img_patch_token": word, "start_of_img_token": "<|START_OF_IMG|>", "end_of_img_token": "<|END_OF_IMG|>",
+            "tile_token": "TILE", "tile_global_token": "TILE_GLOBAL",
+        }  # fmt: skip
+        processor = _without_parts(
+            transformers.AyaVisionProcessor, img_size=16, patch_size=8, **words
+        )
+        return _written(processor, processed, len(processed["num_patches"]))
+    if kind == "cohere2_vision":
+        words = {
+            "image_token": word, "boi_token": "<|START_OF_IMG|>", "eoi_token": "<|END_OF_IMG|>",
+            "img_line_break_token": "<|IMG_LINE_BREAK|>",
+        }  # fmt: skip
+        processor = _without_parts(transformers.Cohere2VisionProcessor, patch_size=2, **words)
+        return _written(processor, processed, len(processed["num_patches"]))
+    if kind in TEXTS_OF_GEMMA_4:
         words = {
             "image_token": word,
             "boi_token": "<start_of_image>",
             "eoi_token": "<end_of_image>",
         }
-        processor = _without_parts(transformers.Gemma4Processor, **words)
+        processor = _without_parts(getattr(transformers, TEXTS_OF_GEMMA_4[kind]), **words)
         return _written(processor, processed, len(processed["num_soft_tokens_per_image"]))
     if kind == "llava_next":
         fields = {

@@ -23,7 +23,7 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-PLACEHOLDERS = {"gemma3": START}
+PLACEHOLDERS = {"gemma3": START, "aya_vision": "<image>", "qianfan_ocr": "<image>"}
 """Models whose template writes another token for an image than the one that its encoder's vectors replace."""
 SIZES = ((56, 40), (24, 24), (64, 32), (33, 47))
 """(width, height) of the images of the chats."""
@@ -85,7 +85,7 @@ def tokenizer(kind: str = "") -> Any:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(list(SPECIAL))
-    if kind in PLACEHOLDERS:  # Gemma's tokenizers have a token for each number of line breaks
+    if kind == "gemma3":  # Gemma's tokenizers have a token for each number of line breaks
         inner.add_tokens(["\n\n", "\n\n\n"])
     made = PreTrainedTokenizerFast(
         tokenizer_object=inner,
@@ -120,5 +120,18 @@ def create(kind: str, directory: Path) -> None:
                 parameter.fill_(1.0)
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(directory)
+    if kind == "qianfan_ocr":
+        _rename_as_published(directory / "model.safetensors")
     tokenizer(kind).save_pretrained(directory)
     image_processor(kind, transformers).save_pretrained(directory)
+
+
+def _rename_as_published(path: Path) -> None:
+    """Give Qianfan-OCR's language model the names of published files: transformers writes some words of the encoder's into them."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path)
+    written, published = "language_model.model.encoder.layers.", "language_model.model.layers."
+    renamed = {name.replace(written, published): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, path, metadata={"format": "pt"})

@@ -6,7 +6,7 @@ from typing import Any
 from tests.trainer.special_tokens import START, token
 
 TEXT: Mapping[str, Any] = {
-    "vocab_size": 280, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
 }  # fmt: skip
@@ -285,10 +285,58 @@ def _gemma4(transformers: Any, joint: str | None = "vision", **more: Any) -> tup
 def _gemma4_small(transformers: Any) -> tuple[Any, Any]:
     inputs = {
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 280,
+        "vocab_size_per_layer_input": 288,
         "num_kv_shared_layers": 2,
     }
     return _gemma4(transformers, joint=None, **inputs)
+
+
+def _gemma4_unified(transformers: Any) -> tuple[Any, Any]:
+    """Without a tower: the patches of an image are projected one by one."""
+    _, fields = _gemma4(transformers)
+    unknown = ("hidden_size_per_layer_input",)
+    text = {name: value for name, value in fields["text_config"].items() if name not in unknown}
+    vision = {
+        "patch_size": 4,
+        "pooling_kernel_size": 1,
+        "mm_embed_dim": 16,
+        "mm_posemb_size": 64,
+        "output_proj_dims": 16,
+    }
+    return transformers.Gemma4UnifiedConfig, {
+        **fields,
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": None,
+    }
+
+
+def _qianfan_ocr(transformers: Any) -> tuple[Any, Any]:
+    _, fields = _internvl(transformers)
+    return transformers.QianfanOCRConfig, fields
+
+
+def _aya_vision(transformers: Any) -> tuple[Any, Any]:
+    """Its whole model in transformers leaves the factor on logits out, which transformers' language model applies."""
+    text = {
+        **TEXT,
+        "model_type": "cohere2",
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "logit_scale": 1.0,
+    }
+    return transformers.AyaVisionConfig, {"text_config": text, "vision_config": _SIGLIP}
+
+
+def _cohere2_vision(transformers: Any) -> tuple[Any, Any]:
+    """Its image processor calls the side of a tile in tokens patch_size, which is the encoder's patch_size too."""
+    _, fields = _aya_vision(transformers)
+    vision = {**_SIGLIP, "image_size": 8, "patch_size": 2}
+    return transformers.Cohere2VisionConfig, {
+        **fields,
+        "vision_config": vision,
+        "alignment_intermediate_size": 24,
+    }
 
 
 def _rotating(sections: list[int]) -> dict[str, Any]:
@@ -324,6 +372,10 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_small": _gemma4_small,
+    "gemma4_unified": _gemma4_unified,
+    "qianfan_ocr": _qianfan_ocr,
+    "aya_vision": _aya_vision,
+    "cohere2_vision": _cohere2_vision,
 }
 WITHOUT_VIDEOS = (
     "lfm2_vl",
@@ -338,5 +390,8 @@ WITHOUT_VIDEOS = (
     "llava_pixtral",
     "mistral3",
     "gemma3",
+    "qianfan_ocr",
+    "aya_vision",
+    "cohere2_vision",
 )
 """Models whose configuration has no token for videos."""

@@ -6,6 +6,7 @@ SPECIAL = (
     "<img>", "</img>", "[IMG_BREAK]", "[IMG_END]", "<start_of_image>", "<end_of_image>",
     "<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>",
     "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+    "<image>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>",
 )  # fmt: skip
 
 

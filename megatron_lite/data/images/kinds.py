@@ -14,6 +14,7 @@ from megatron_lite.data.images.written import (
     Written,
     pixtral_patch,
     write_apart,
+    write_lines,
     write_merged,
     write_next,
     write_numbered,
@@ -23,6 +24,7 @@ from megatron_lite.data.images.written import (
     write_soft,
     write_square,
     write_tiles,
+    write_titled,
 )
 
 
@@ -105,9 +107,15 @@ def _in_all_layers(config: Config) -> Joint:
 
 
 def _in_windows(config: Config) -> Joint:
-    """The small models have causal attention alone."""
-    is_large = text_of(config).get("use_bidirectional_attention") == "vision"
+    """The small models have causal attention alone. A config.json of the 12B may leave the key out."""
+    default = "vision" if config["model_type"] == "gemma4_unified" else None
+    is_large = text_of(config).get("use_bidirectional_attention", default) == "vision"
     return Joint.IN_WINDOWS if is_large else Joint.NOWHERE
+
+
+def _of_text(words: Words) -> str:
+    """Return the word that a chat template writes for an image, if it is none of the model's tokens."""
+    return "<image>"
 
 
 def _as_padding(config: Config) -> int:
@@ -151,6 +159,21 @@ KINDS: Sequence[ImageKind] = (
     ImageKind(("llava_next",), ("image_token_id", "image_token_index"), write_next),
     ImageKind(("internvl",), ("image_token_id",), write_tiles, arguments=_in_tiles),
     ImageKind(
+        ("qianfan_ocr",),
+        ("image_token_id",),
+        write_tiles,
+        arguments=_in_tiles,
+        placeholder=_of_text,
+    ),
+    ImageKind(
+        ("aya_vision",),
+        ("image_token_id", "image_token_index"),
+        write_titled,
+        arguments=_in_tiles,
+        placeholder=_of_text,
+    ),
+    ImageKind(("cohere2_vision",), ("image_token_id",), write_lines),
+    ImageKind(
         ("mistral3",), ("image_token_id", "image_token_index"), write_rows, arguments=_of_patches
     ),
     ImageKind(("lighton_ocr",), ("image_token_id",), write_patches, arguments=_of_patches),
@@ -168,6 +191,7 @@ KINDS: Sequence[ImageKind] = (
     ImageKind(
         ("gemma4",), ("image_token_id",), write_soft, joint=_in_windows, stand_in=_as_padding
     ),
+    ImageKind(("gemma4_unified",), ("image_token_id",), write_soft, joint=_in_windows),
 )
 
 

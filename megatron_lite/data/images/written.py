@@ -4,12 +4,14 @@
 |---|---|
 | Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
 | LLaVA-NeXT | the same, also for a vector at the end of each row of tiles |
-| InternVL | `<img>`, the same for all tiles of the image, `</img>` |
+| InternVL, Qianfan-OCR | `<img>`, the same for all tiles of the image, `</img>` |
 | Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
 | Gemma 4 | `<|image>`, the same, `<image|>` |
 | SmolVLM, Idefics3 | for each tile `<fake_token_around_image>`, `<row_1_col_1>` and the same; at last `<global-img>` with the whole image |
 | LFM2-VL | `<|image_start|>`, for each tile `<|img_row_1_col_1|>` and the same, `<|img_thumbnail|>` with the whole image, `<|image_end|>` |
 | LightOnOCR | the same |
+| Aya Vision | `<|START_OF_IMG|>`, for each tile `TILE_1` and the same, `TILE_GLOBAL` with the whole image, `<|END_OF_IMG|>` |
+| Command A Vision | `<|START_OF_IMG|>`, the same for each tile and for the whole image, each with `<|IMG_LINE_BREAK|>`, `<|END_OF_IMG|>` |
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
 
@@ -114,6 +116,28 @@ def write_tiles(config: Config, processed: Processed, words: Words) -> Written:
     of_tile = int(side * config.get("downsample_ratio", 0.5)) ** 2
     tokens = of_tile * int(processed["num_patches"][0])
     return _counted(f"<img>{words.image * tokens}</img>", words)
+
+
+def write_titled(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the tiles of an image with their numbers, and the whole image in small as the last tile."""
+    tile, tiles = _merged_tile(config, words), int(processed["num_patches"][0])
+    text = "".join(f"TILE_{number}{tile}" for number in range(1, tiles))
+    return _counted(f"<|START_OF_IMG|>{text}TILE_GLOBAL{tile}<|END_OF_IMG|>", words)
+
+
+def write_lines(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the tiles of an image with a token at the end of each. The last tile is the whole image in small."""
+    tile, tiles = _merged_tile(config, words), int(processed["num_patches"][0])
+    lines = f"{tile}<|IMG_LINE_BREAK|>" * tiles
+    return _counted(f"<|START_OF_IMG|>{lines}<|END_OF_IMG|>", words)
+
+
+def _merged_tile(config: Config, words: Words) -> str:
+    """Return the tokens of a tile that SigLIP reads, of which squares of patches are merged."""
+    vision = config["vision_config"]
+    side = vision.get("image_size", 224) // vision.get("patch_size", 16)
+    tokens: int = (side // config.get("downsample_factor", 2)) ** 2
+    return words.image * tokens
 
 
 def write_rows(config: Config, processed: Processed, words: Words) -> Written:

@@ -108,6 +108,24 @@ def test_soft_tokens_are_those_of_the_processed_pixels() -> None:
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("field", "name", "settings"),
+    [
+        ("num_patches", "Cohere2VisionImageProcessor", {"size": {"height": 16, "width": 16}, "max_patches": 6}),
+        ("num_patches", "Cohere2VisionImageProcessor", {"size": {"height": 16, "width": 16}, "crop_to_patches": False}),
+        ("num_soft_tokens_per_image", "Gemma4UnifiedImageProcessor", {"patch_size": 4, "max_soft_tokens": 70}),
+    ],
+)  # fmt: skip
+def test_fields_are_those_of_processors_that_need_torchvision(
+    field: str, name: str, settings: Mapping[str, Any]
+) -> None:
+    pytest.importorskip("torchvision", reason=f"transformers' {name} needs torchvision")
+    import transformers
+
+    assert_computed_as_processed(field, getattr(transformers, name)(**settings))
+
+
+@pytest.mark.oracle
 def test_a_processor_that_works_in_another_way_is_asked() -> None:
     import transformers
 

@@ -21,7 +21,7 @@ from megatron_lite.data.finetuning.pieces import pieces_for
 from megatron_lite.data.finetuning.record_images import with_images
 from megatron_lite.data.finetuning.splits import split_datasets
 from megatron_lite.data.images.files import ImageFile, read_image
-from megatron_lite.data.images.kinds import KINDS, Axes
+from megatron_lite.data.images.kinds import KINDS, Axes, Joint, kind_of
 from megatron_lite.data.images.places import NO_IMAGE
 from megatron_lite.data.images.positions import axes_of_pairs, positions_of
 from megatron_lite.data.images.reader import ImageReader
@@ -325,6 +325,25 @@ def test_a_config_without_the_token_of_images_is_named(model: Path, tmp_path: Pa
 def test_each_kind_has_a_name_of_its_own() -> None:
     names = [(name, kind.encoder) for kind in KINDS for name in kind.model_types]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "expected"),
+    [
+        ("gemma4", {}, Joint.NOWHERE),
+        ("gemma4", {"use_bidirectional_attention": "vision"}, Joint.IN_WINDOWS),
+        ("gemma4_unified", {}, Joint.IN_WINDOWS),
+        ("gemma4_unified", {"use_bidirectional_attention": None}, Joint.NOWHERE),
+    ],
+)
+def test_layers_in_which_images_attend_in_both_directions_follow_from_the_config(
+    model_type: str, text: Mapping[str, Any], expected: Joint
+) -> None:
+    """transformers' class of the 12B has another default."""
+    config = {"model_type": model_type, "text_config": text, "vision_config": {}}
+    kind = kind_of(config)
+    assert kind is not None
+    assert kind.joint(config) is expected
 
 
 # Chat templates.

@@ -36,6 +36,7 @@ from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.inference.illustrated import FOLLOWING, NAMES, PROMPT, in_layout
 from tests.trainer.inference.models import tiny
 from tests.trainer.inference.serving import ForkedServing
+from tests.trainer.loop.whole_models import load_whole
 from tests.trainer.multimodal import MODELS, PLACEHOLDERS, create, token, tokenizer, write_chats
 from tests.trainer.parallel.worlds import World
 
@@ -83,16 +84,9 @@ def arguments_of_transformers(
     return own_tokenizer(text, add_special_tokens=False)["input_ids"], arguments
 
 
-def model_of_transformers(directory: Path) -> Any:
-    import transformers
-
-    load = transformers.AutoModelForImageTextToText.from_pretrained
-    return load(directory / "hf", dtype=torch.float32)
-
-
 def of_transformers(kind: str, directory: Path) -> tuple[list[int], Tensor]:
     """(tokens of the prompt, logits behind each of its tokens and of those that follow)."""
-    model = model_of_transformers(directory)
+    model = load_whole(directory)
     ids, arguments = arguments_of_transformers(kind, directory, PROMPT, NAMES)
     row = torch.tensor([[*ids, *FOLLOWING]])
     kinds = (row == token(WORD)).int()
@@ -195,7 +189,7 @@ def answer_of_transformers(directory: Path, names: Sequence[str], text: str, cou
     messages = [{"role": "user", "content": content}]
     ids, arguments = arguments_of_transformers("qwen2_5_vl", directory, messages, names)
     row = torch.tensor([ids])
-    made = model_of_transformers(directory).generate(
+    made = load_whole(directory).generate(
         input_ids=row,
         attention_mask=torch.ones_like(row),
         mm_token_type_ids=(row == token(WORD)).int(),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import megaconv
 from tests.trainer.image_texts import arguments_of, texts_of
 from tests.trainer.loop.launches import launch, metrics, train
-from tests.trainer.loop.whole_models import WORD, assert_weights, learn
+from tests.trainer.loop.whole_models import WORD, assert_weights, learn, load_whole
 from tests.trainer.multimodal import MODELS, PLACEHOLDERS, chats, create, token, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -82,11 +82,7 @@ def _plain(messages: list[Any]) -> list[Any]:
 
 def step_of_transformers(kind: str, directory: Path) -> tuple[float, Any]:
     """(loss, the model after one step)."""
-    import transformers
-
-    model = transformers.AutoModelForImageTextToText.from_pretrained(
-        directory / "hf", dtype=torch.float32
-    )
+    model = load_whole(directory)
     known = signature(model.forward).parameters
     total, count = torch.zeros(()), 0
     for example in examples(kind, directory):
@@ -125,7 +121,14 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         "--context-parallel-size 2",
     ],
 )
-@pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", "gemma3", "gemma4_small"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("qwen3_vl", "internvl", "gemma3", "gemma4_small"),
+        pytest.param("gemma4_unified", marks=pytest.mark.slow),
+        pytest.param("aya_vision", marks=pytest.mark.slow),
+    ],
+)
 def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:
     """The further vectors of Qwen3-VL's encoder are added on the ranks of the first layers."""
     make(kind, tmp_path)
@@ -161,7 +164,13 @@ def test_a_run_continues_and_evaluates_on_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["qwen3_vl", "internvl", "mistral3", "gemma3", "gemma4", "smolvlm"]
+    "kind",
+    [
+        *("qwen3_vl", "internvl", "mistral3", "gemma3", "gemma4", "smolvlm"),
+        pytest.param("gemma4_unified", marks=pytest.mark.slow),
+        pytest.param("cohere2_vision", marks=pytest.mark.slow),
+        pytest.param("qianfan_ocr", marks=pytest.mark.slow),
+    ],
 )
 def test_adapters_learn_from_images_and_are_merged_into_the_whole_model(
     kind: str, tmp_path: Path

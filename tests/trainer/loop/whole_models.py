@@ -19,15 +19,33 @@ def message(role: str, content: Any) -> Any:
     return {"role": role, "content": content}
 
 
+def load_whole(directory: Path) -> Any:
+    """transformers' whole model of DIRECTORY/hf."""
+    import transformers
+
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    model = load(directory / "hf", dtype=torch.float32)
+    if model.config.model_type == "gemma4_unified":
+        model.register_forward_pre_hook(_masked_as_in_generation, with_kwargs=True)
+    return model
+
+
+def _masked_as_in_generation(model: Any, given: Any, named: dict[str, Any]) -> Any:
+    """Give Gemma 4 12B its mask: in layers without a window, its forward alone lets images attend in both directions."""
+    ids = named["input_ids"]
+    named["attention_mask"] = model.create_masks_for_generate(
+        model.config, ids.unsqueeze(-1).float(), None, None, torch.arange(ids.shape[1])[None], named["mm_token_type_ids"],
+    )  # fmt: skip
+    return given, named
+
+
 class OfTransformers:
     """transformers' whole model of DIRECTORY/hf. It reads images in DIRECTORY/data."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         import transformers
 
-        self.model = transformers.AutoModelForImageTextToText.from_pretrained(
-            directory / "hf", dtype=torch.float32
-        )
+        self.model = load_whole(directory)
         self._kind, self._data, self._transformers = kind, directory / "data", transformers
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
         self._processor = transformers.AutoImageProcessor.from_pretrained(directory / "hf")
