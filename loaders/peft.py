@@ -93,12 +93,7 @@ def _pairs(
     module: ModuleAdapter, weight: NativeTensor, known: Mapping[str, NativeTensor], adapter: Adapter
 ) -> Iterator[Pair]:
     """Yield the matrices of one module: one pair, or one for each expert if one parameter holds all experts of a layer."""
-    if module.contradicts(adapter.config):
-        has = "no" if module.magnitude is None else "a"
-        raise TensorMismatch(
-            f"{adapter.weights}: {module.module} has {has} magnitude, "
-            "but its configuration requires the opposite"
-        )
+    module.refuse_contradiction(adapter.config, adapter.weights)
     if len(weight.shape) == 3:
         yield from _of_experts(module, weight, adapter)
     elif weight.name in known:

@@ -144,9 +144,13 @@ class ModuleAdapter:
     magnitude: LazyTensor | None = None
     embedding: bool = False
 
-    def contradicts(self, config: AdapterConfig) -> bool:
-        """True if exactly one of tensors and configuration has a magnitude."""
-        return (self.magnitude is not None) != config.dora
+    def refuse_contradiction(self, config: AdapterConfig, where: Path) -> None:
+        """Raise TensorMismatch if exactly one of tensors and configuration has a magnitude. where: for the message."""
+        if (self.magnitude is not None) != config.dora:
+            has = "no" if self.magnitude is None else "a"
+            raise TensorMismatch(
+                f"{where}: {self.module} has {has} magnitude, but its configuration requires the opposite"
+            )
 
 
 @dataclass(frozen=True)

@@ -230,14 +230,9 @@ def _magnitudes(
 ) -> dict[str, LazyTensor]:
     """DoRA's magnitudes by canonical name; empty without DoRA.
 
-    Raises NotExpressible if peft has no DoRA of this kind.
+    Raises NotExpressible if peft has no DoRA of this kind, TensorMismatch if tensors and configuration contradict each other.
     """
-    if module.contradicts(adapter.config):
-        has = "no" if module.magnitude is None else "a"
-        raise TensorMismatch(
-            f"{adapter.weights}: {module.module} has {has} magnitude, "
-            "but its configuration requires the opposite"
-        )
+    module.refuse_contradiction(adapter.config, adapter.weights)
     if module.magnitude is None:
         return {}
     flipped = names.is_flipped(native, adapter.config)

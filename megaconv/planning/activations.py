@@ -224,10 +224,13 @@ def _keeps_input(run: Run, kind: LayerKind, place: str) -> bool:
 
 
 def _adapter_elements(run: Run, kind: LayerKind) -> float:
-    """Return the elements that a token leaves in the adapters of a layer: the numbers between A and B, and dropped inputs."""
+    """Return the elements that a token leaves in the adapters of a layer.
+
+    They are the numbers between A and B, dropped inputs, and the outputs that DoRA scales.
+    """
     found = run.adapters_of(kind)
     own = run.layout.tp if run.sequence else 1
-    dense = found.columns + (found.rows + found.whole) / own
+    dense = found.columns + found.scaled + (found.rows + found.whole + found.scaled_sums) / own
     # A dropped input is kept with its mask.
     of_row = found.of_expert + 2 * found.dropped_of_expert
     routed = of_row * run.routed_rows / run.tokens if of_row else 0.0

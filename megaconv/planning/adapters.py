@@ -1,6 +1,7 @@
 """The adapters of a layer on one rank: their parameters, and the numbers that they leave and exchange.
 
-An adapter is two matrices, A [r, in] and B [out, r]. For each token, r numbers pass from A to B.
+An adapter is two matrices, A [r, in] and B [out, r]. For each token, r numbers pass from A to B. DoRA also has a magnitude
+[out], whose gradient needs the output of the adapted matrix.
 """
 
 from dataclasses import dataclass
@@ -22,6 +23,10 @@ class LayerAdapters:
     """The same for matrices that every tensor rank has."""
     of_expert: int = 0
     """The same for a row of an expert."""
+    scaled: int = 0
+    """Outputs with DoRA of the matrices that tensor ranks shard by columns."""
+    scaled_sums: int = 0
+    """The same for other matrices, whose outputs are for the rank's own tokens."""
     copied: int = 0
     """Elements of the A matrices, which a pass keeps once more side by side."""
     dropped: int = 0

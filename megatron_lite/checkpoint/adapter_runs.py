@@ -96,6 +96,7 @@ def _read(settings: Settings, place: Path, config: ModelConfig) -> ReadAdapter:
         "lora_rank": found.options.rank,
         "lora_alpha": found.options.alpha,
         "lora_rslora": found.options.rslora,
+        "lora_dora": found.options.dora,
     }
     asked = beside_layers(found.options, lora, config)
     for name, given, own in (
@@ -108,9 +109,12 @@ def _read(settings: Settings, place: Path, config: ModelConfig) -> ReadAdapter:
                 f"--{name.replace('_', '-')} {words} contradicts the adapter {place}, which has others; leave the flag out"
             )
     for name, value in stated.items():
-        if name in settings.given and getattr(lora, name) != value:
+        asked_value = getattr(lora, name)
+        if name in settings.given and asked_value != value:
+            word = "" if asked_value is True else f" {asked_value}"
+            has = "was trained without it" if value is False else f"has {value}"
             raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(lora, name)} contradicts the adapter {place}, which has {value}; leave the flag out"
+                f"--{name.replace('_', '-')}{word} contradicts the adapter {place}, which {has}; leave the flag out"
             )
     return replace(found, options=replace(found.options, dropout=lora.lora_dropout))
 

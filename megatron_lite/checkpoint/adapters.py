@@ -16,6 +16,7 @@ from megaconv.errors import TensorMismatch
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.natives import NativeTensor
 from megatron_lite.checkpoint.initial_weights import ConstantTensor, RandomTensor, normal
+from megatron_lite.checkpoint.magnitudes import magnitudes_of_base
 from megatron_lite.checkpoint.restore import read_range
 from megatron_lite.checkpoint.token_rows import rows_of_base
 from megatron_lite.checkpoint.weights import fill
@@ -99,14 +100,15 @@ def init_adapters(
     """Initialize adapters: B is zero, so the model is unchanged at first. A is random, with the variance that peft uses.
 
     The values are the same for every layout. Modules that are trained whole keep their own values.
-    Trained rows of single tokens have those of the base at first. weights: of the base, by canonical name, for these rows.
+    Magnitudes and trained rows of single tokens have the values of the base at first, which the engine holds.
+    weights: of the base, by canonical name, for these rows.
     """
-    rows = rows_of_base(engine, weights or {})
+    of_base = {**rows_of_base(engine, weights or {}), **magnitudes_of_base(engine)}
     shapes = _whole_shapes(engine, engine.adapters)
     tensors: dict[Key, LazyTensor] = {}
     for infos in engine.adapters:
         for name in chain.from_iterable(info.native.parts for info in infos):
-            tensors[Key(name)] = rows.get(name) or _initial(name, shapes[name], seed)
+            tensors[Key(name)] = of_base.get(name) or _initial(name, shapes[name], seed)
     _load(engine, engine.adapters, tensors)
 
 
@@ -251,10 +253,11 @@ def _place(piece: _Piece, found: dict[Key, Tensor], shapes: Mapping[str, tuple[i
     for name, regions in piece.native.parts.items():
         key = Key(name, piece.slot)
         if key not in found:
-            found[key] = torch.zeros(shapes[name])
+            found[key] = torch.zeros(shapes[name][: len(piece.native.shape)])
+        whole = found[key].view(shapes[name])  # a vector has one column
         for region in regions:
             box = region.box
-            into = found[key][box.row0 : box.row1, box.col0 : box.col1]
+            into = whole[box.row0 : box.row1, box.col0 : box.col1]
             start, end = region.row * cols, (region.row + box.rows) * cols
             first = max(start, piece.start)
             last = min(end, piece.start + len(piece.values))

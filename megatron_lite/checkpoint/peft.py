@@ -41,6 +41,7 @@ from megatron_lite.checkpoint.whole_modules import (
     read_wholes,
     stored_wholes,
 )
+from megatron_lite.models.lora.parameters import MAGNITUDE_VECTOR
 from megatron_lite.models.lora.shares import Module, modules_of
 from megatron_lite.settings.options import LoRA
 
@@ -53,18 +54,19 @@ def adapter_files(
 ) -> dict[str, bytes | TensorFile]:
     """Return the contents of the adapter's files by file name.
 
-    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight` or `.lora_B.weight` appended, or the
-    canonical name of a tensor that was trained whole.
+    tensors: whole float32 matrices; a key is Module.name with `.lora_A.weight`, `.lora_B.weight` or
+    `.lora_magnitude_vector` appended, or the canonical name of a tensor that was trained whole.
     """
     named = {where.module.name: where.module for where in modules_of(config).values()}
     modules = [module for name, module in named.items() if f"{name}.{_A}" in tensors]
+    of_modules = _stacked(modules, tensors, dora=options.dora)
     wholes = stored_wholes(tensors, config)
     rows, fields_of_rows = stored_rows(tensors, config, options)
     # A model with scores has a class of its own, which holds the language model alone.
     inside = None if config.has("scores") else _place_inside(base)
     stored = {
         f"base_model.model.{name if inside is None else _inside(name, inside)}": tensor
-        for name, tensor in (_stacked(modules, tensors) | wholes | rows).items()
+        for name, tensor in (of_modules | wholes | rows).items()
     }
     fields = _described(modules, named.values(), options, base) | fields_of_wholes(wholes, config)
     fields |= fields_of_rows
@@ -97,14 +99,18 @@ def _pattern(modules: Sequence[str], place: str) -> str:
     return rf".*{re.escape(place.removeprefix('model.'))}.*({names})"
 
 
-def _stacked(modules: Sequence[Module], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stacked(
+    modules: Sequence[Module], tensors: Mapping[str, Tensor], *, dora: bool
+) -> dict[str, Tensor]:
+    """Return the tensors of adapters by name, those of experts stacked. dora: whether linear modules have magnitudes."""
+    ends = (_A, _B, MAGNITUDE_VECTOR) if dora else (_A, _B)
     found: dict[str, Tensor] = {}
     stacks: defaultdict[str, defaultdict[str, list[Module]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for module in modules:
         if module.parameter is None:
-            found |= {f"{module.path}.{end}": tensors[f"{module.name}.{end}"] for end in (_A, _B)}
+            found |= {f"{module.path}.{end}": tensors[f"{module.name}.{end}"] for end in ends}
         else:
             stacks[module.path][module.parameter].append(module)
     for path, parameters in stacks.items():
@@ -132,7 +138,8 @@ def _described(
     every = list(every)
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name, "revision": revision, "r": options.rank,
-        "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora, "bias": "none",
+        "lora_alpha": options.alpha, "lora_dropout": options.dropout, "use_rslora": options.rslora,
+        "use_dora": options.dora, "bias": "none",
         "inference_mode": True, "fan_in_fan_out": any(module.transposed for module in linear), "init_lora_weights": True,
         "target_modules": _selecting(linear, every),
         "target_parameters": _selecting(parameters, every) or None,
@@ -183,7 +190,6 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     adapter = open_adapter(directory)
     described = adapter.config
     refused = [
-        (described.dora, "DoRA"),
         (described.ranks, "other ranks for some modules"),
         (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
         (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
@@ -193,6 +199,8 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
             raise NotExpressible(
                 f"{directory}: the adapter has {what}, which can't be trained here; megaconv merge merges it"
             )
+    for module in adapter.modules:
+        module.refuse_contradiction(described, directory)
     wholes, whole = read_wholes(adapter, config, directory)
     rows, tokens = read_token_rows(adapter, config)
     by_name: defaultdict[tuple[str, str | None], list[Module]] = defaultdict(list)
@@ -215,6 +223,9 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
         for number, each in enumerate(own):
             tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
             tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
+            if module.magnitude is not None:
+                lengths = as_floats(module.magnitude).flatten()
+                tensors[f"{each.name}.{MAGNITUDE_VECTOR}"] = HeldTensor(lengths)
     every = [module for listed in by_name.values() for module in listed]
     targets = tuple(_selecting(adapted, every))
     return ReadAdapter(
@@ -223,6 +234,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
             described.alpha,
             targets,
             rslora=described.rslora,
+            dora=described.dora,
             whole=whole,
             rows=tokens,
         ),

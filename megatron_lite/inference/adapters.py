@@ -21,11 +21,13 @@ from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.adapters import require_fit
 from megatron_lite.checkpoint.held_tensor import HeldTensor
+from megatron_lite.checkpoint.magnitudes import magnitudes_of_base
 from megatron_lite.checkpoint.peft import ReadAdapter, read_adapter
 from megatron_lite.checkpoint.token_rows import rows_of_base
 from megatron_lite.checkpoint.weights import fill
 from megatron_lite.checkpoint.whole_modules import as_floats
 from megatron_lite.engine import Engine
+from megatron_lite.models.lora.attached import changes_now, fix_changes
 from megatron_lite.models.lora.parameters import rows_name
 from megatron_lite.models.lora.whole import MODULES, WORDS
 from megatron_lite.parallel.parameters import ParameterInfo
@@ -72,6 +74,7 @@ def joint_options(adapters: Sequence[NamedAdapter]) -> LoRA | None:
         rank,
         float(rank),
         tuple(sorted(targets)),
+        dora=any(options.dora for options in every),
         whole=tuple(sorted(whole)),
         rows=_joint_rows(adapters, whole),
     )
@@ -113,7 +116,7 @@ class AdapterBank:
         ]
         self._parameters = [module.get_parameter(info.name) for module, info in held]
         infos = [info for _, info in held]
-        rows = rows_of_base(engine, weights)
+        rows = {**rows_of_base(engine, weights), **magnitudes_of_base(engine)}
         base = []
         for info, own in zip(infos, self._parameters, strict=True):
             if info.native.parts.keys() <= rows.keys():
@@ -124,6 +127,12 @@ class AdapterBank:
             tensors = {**_padded(adapter.read, engine), **_joined(adapter.read, engine, rows)}
             self._values.append(_values(engine, infos, tensors, base))
         self.names = tuple(adapter.name for adapter in adapters)
+        self._chunks = engine.chunks
+        self._changes = [
+            self._changes_of(number, dora=adapter.read.options.dora)
+            for number, adapter in enumerate(adapters, BASE + 1)
+        ]
+        self._changes.insert(BASE, self._changes_of(BASE, dora=False))
         self.current = BASE
         self.select(1 if adapters else BASE)
 
@@ -131,9 +140,20 @@ class AdapterBank:
         """Let the engine compute an adapter; 0: none."""
         if number == self.current:
             return
+        self._put(number)
+        fix_changes(self._chunks, self._changes[number])
+        self.current = number
+
+    def _put(self, number: int) -> None:
+        """Put an adapter's values into the engine."""
         for parameter, value in zip(self._parameters, self._values[number], strict=True):
             parameter.data = value
-        self.current = number
+
+    def _changes_of(self, number: int, *, dora: bool) -> list[Tensor]:
+        """Return what DoRA needs of the weights with an adapter; zeros for one without DoRA. Collective."""
+        self._put(number)
+        found = changes_now(self._chunks)
+        return found if dora else [torch.zeros_like(each) for each in found]
 
 
 def _values(

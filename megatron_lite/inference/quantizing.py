@@ -123,7 +123,10 @@ class _Loading:
                 head.product_of_logits = self._product(info.native)
 
     def _product(self, native: NativeTensor) -> Int8Product:
-        product = Int8Product(self._matrix(native))
+        matrix = self._matrix(native)
+        lora = self.engine.options.lora
+        squares = matrix.row_squares() if lora is not None and lora.dora else None
+        product = Int8Product(matrix, squares)
         self.found.matrices += 1
         self.found.nbytes += product.nbytes
         return product

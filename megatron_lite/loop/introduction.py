@@ -112,9 +112,15 @@ def _bytes_each(run: Run) -> str:
     )
 
 
+_KINDS = {
+    (False, False): "LoRA", (True, False): "rsLoRA", (False, True): "DoRA", (True, True): "rsLoRA with DoRA",
+}  # fmt: skip
+"""(whether rsLoRA, whether DoRA) -> the kind of adapters."""
+
+
 def _adapter(options: LoRA) -> str:
     """Return a text such as `LoRA of rank 8, alpha 16 on all-linear`."""
-    kind = "rsLoRA" if options.rslora else "LoRA"
+    kind = _KINDS[options.rslora, options.dora]
     dropout = f", dropout {options.dropout:g}" if options.dropout else ""
     targets = " ".join(options.targets)
     beside = _beside(options)

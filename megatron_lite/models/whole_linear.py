@@ -6,20 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import adapted
-from megatron_lite.products.product import PLAIN, Product
+from megatron_lite.parallel.tensor import Matrix
 
 
-class WholeLinear(nn.Module):
+class WholeLinear(Matrix):
     """A replicated matrix, applied to this tensor rank's tokens."""
 
     kinds: ClassVar = {"weight": Kind.OF_TOKENS}
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.adapter: nn.Module | None = None
-        self.product: Product = PLAIN
         self.weight = nn.Parameter(torch.empty(out, width))
+        self.bias = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(self.product.linear(x, self.weight), self.adapter, x)
+        return self.adapted(self.product.linear(x, self.weight), x)

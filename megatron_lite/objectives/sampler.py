@@ -21,6 +21,7 @@ from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.sampling import Sampling
 from megatron_lite.inference.slots import NotFinite
+from megatron_lite.models.lora.attached import constant_adapters
 from megatron_lite.models.rng import mix
 from megatron_lite.objectives.completions import MOST_ROWS
 from megatron_lite.objectives.prompt_images import PromptImages
@@ -68,7 +69,7 @@ class Sampler:
         longest = max(len(request.prompt) for request in requests)
         rows = min(-(-len(requests) // grid.dp), MOST_ROWS)
         found: Completions | None = None
-        with self.engine.whole_parameters():
+        with self.engine.whole_parameters(), constant_adapters(self.engine.chunks):
             model = EngineModel(self.engine, rows, longest + self.grpo.max_completion_length)
             if self.images is not None:
                 model.images = self.images.shown(model)

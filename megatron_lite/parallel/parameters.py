@@ -127,7 +127,7 @@ def parameter_infos(
 def adapter_info(
     chunk: int,
     native: NativeTensor,
-    kind: Kind,
+    declaration: Declaration,
     tp: int,
     *,
     sequence: bool,
@@ -137,10 +137,11 @@ def adapter_info(
     return ParameterInfo(
         chunk,
         native,
-        kind,
-        partial=is_partial(kind, tp, sequence=sequence),
+        declaration.kind,
+        partial=is_partial(declaration.kind, tp, sequence=sequence),
         tied=tied,
         is_copy=native.copy is not None,
+        in_float32=declaration.in_float32,
     )
 
 
@@ -148,8 +149,8 @@ def rows_info(
     matrix: ParameterInfo, rows: NativeTensor, tp: int, *, sequence: bool
 ) -> ParameterInfo:
     """Return the facts about trained rows of an embedding or a head. matrix: the whole matrix."""
-    kind = Kind.OF_HEADS
-    return adapter_info(matrix.chunk, rows, kind, tp, sequence=sequence, tied=matrix.tied)
+    declaration = Declaration(Kind.OF_HEADS)
+    return adapter_info(matrix.chunk, rows, declaration, tp, sequence=sequence, tied=matrix.tied)
 
 
 def is_partial(kind: Kind, tp: int, *, sequence: bool) -> bool:

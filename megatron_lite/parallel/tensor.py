@@ -241,12 +241,26 @@ class _RMSNorm(torch.autograd.Function):
         return dx.view_as(x).to(x.dtype), dweight.to(weight.dtype), None
 
 
-def adapted(y: Tensor, adapter: nn.Module | None, x: Tensor) -> Tensor:
-    """Return y, the product of a matrix with x, plus the output of its adapter."""
-    return y if adapter is None else y + adapter(x)
+class Matrix(nn.Module):
+    """A module with a matrix, which may have an adapter and products of its own."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter: nn.Module | None = None
+        self.product: Product = PLAIN
+
+    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y, the output for x, as the adapter changes it."""
+        if self.adapter is None:
+            return y
+        changed: Tensor = self.adapter(x, y, self)
+        return changed
 
 
-class NormColumnLinear(nn.Module):
+class NormColumnLinear(Matrix):
     """A norm followed by a column-sharded matrix. Parameters are named as in Transformer Engine's fused layer."""
 
     kinds: ClassVar = {
@@ -265,8 +279,6 @@ class NormColumnLinear(nn.Module):
     ) -> None:
         """out: this rank's rows."""
         super().__init__()
-        self.adapter: nn.Module | None = None
-        self.product: Product = PLAIN
         self.norm, self.ranks, self.keep = norm, ranks, keep
         self.layer_norm_weight, self.layer_norm_bias = norm.parameters(width)
         self.weight = nn.Parameter(torch.empty(out, width))
@@ -277,16 +289,13 @@ class NormColumnLinear(nn.Module):
             return self.norm.apply(x, self.layer_norm_weight, self.layer_norm_bias)
 
         def use(normed: Tensor) -> Tensor:
-            return adapted(
-                column_linear(normed, self.weight, self.bias, self.ranks, self.product),
-                self.adapter,
-                normed,
-            )
+            y = column_linear(normed, self.weight, self.bias, self.ranks, self.product)
+            return self.adapted(y, normed)
 
         return self.keep(norm, x, use)
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(Matrix):
     """A column-sharded matrix without a norm."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.SHARDED}
@@ -294,19 +303,16 @@ class ColumnLinear(nn.Module):
     def __init__(self, width: int, out: int, ranks: TensorGroup, *, bias: bool = False) -> None:
         """out: this rank's rows."""
         super().__init__()
-        self.adapter: nn.Module | None = None
-        self.product: Product = PLAIN
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return adapted(
-            column_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x
-        )
+        y = column_linear(x, self.weight, self.bias, self.ranks, self.product)
+        return self.adapted(y, x)
 
 
-class RowLinear(nn.Module):
+class RowLinear(Matrix):
     """A row-sharded matrix. Its bias is added once, after the sum over the ranks; a norm of the sum may follow."""
 
     kinds: ClassVar = {"weight": Kind.SHARDED, "bias": Kind.OF_TOKENS}
@@ -322,17 +328,14 @@ class RowLinear(nn.Module):
     ) -> None:
         """width: this rank's columns."""
         super().__init__()
-        self.adapter: nn.Module | None = None
-        self.product: Product = PLAIN
         self.ranks = ranks
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
         self.post_layernorm = None if norm_after is None else Norm(out, norm_after)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = adapted(
-            row_linear(x, self.weight, self.bias, self.ranks, self.product), self.adapter, x
-        )
+        product = row_linear(x, self.weight, self.bias, self.ranks, self.product)
+        y = self.adapted(product, x)
         return y if self.post_layernorm is None else self.post_layernorm(y)
 
 

@@ -1,17 +1,20 @@
 """The adapters of a run that is only described, from the family's table. They are those that `models/lora/attached.py` adds."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 
-from megaconv.model.natives import NativeTensor
 from megaconv.planning.adapters import LayerAdapters
 from megatron_lite.models.lora.parameters import Sharding, adapter_parameters
 from megatron_lite.models.lora.shares import (
+    Module,
     Share,
     Whole,
     of_all_experts,
+    refuse_dora,
     require_own,
     shares_of,
 )
@@ -30,7 +33,11 @@ _PLACES = {
 _OUTPUTS = (".linear_proj", ".out_proj")
 """Ends of the names of mixers' last matrices."""
 _FIELDS = {Sharding.COLUMNS: "columns", Sharding.ROWS: "rows", Sharding.NOT_AT_ALL: "whole"}
-"""Sharding -> the field of LayerAdapters."""
+"""Sharding -> the field of LayerAdapters for the numbers between A and B."""
+_SCALED = {
+    Sharding.COLUMNS: "scaled", Sharding.ROWS: "scaled_sums", Sharding.NOT_AT_ALL: "scaled_sums",
+}  # fmt: skip
+"""Sharding -> the field of LayerAdapters for outputs with DoRA."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class PlannedAdapter:
     shares: tuple[Share, ...]
     sharding: Sharding
     infos: tuple[ParameterInfo, ...]
-    """A and B of each share."""
+    """A and B of each share, and with DoRA its magnitude."""
 
 
 def planned_adapters(
@@ -57,6 +64,7 @@ def planned_adapters(
 ) -> Iterator[PlannedAdapter]:
     """Yield the adapters of a chunk. infos: the chunk's own parameters. modules: modules_of the model."""
     shared = of_all_experts(modules)
+    adapted = defaultdict[Sharding, list[Module]](list)
     for own in infos:
         path, _, last = own.name.rpartition(".")
         layer = _LAYER.match(own.name)
@@ -68,11 +76,15 @@ def planned_adapters(
             continue
         require_own(shares, shared, trains=True)
         sharding = _sharding(own, shares)
-        made = adapter_parameters(path, shares, sharding, lora.rank)
+        adapted[sharding] += [share.module for share in shares]
+        made = adapter_parameters(path, shares, sharding, lora)
         found = [
-            adapter_info(own.chunk, native, kind, tp, sequence=sequence) for native, kind in made
+            adapter_info(own.chunk, native, declaration, tp, sequence=sequence)
+            for native, declaration in made
         ]
         yield PlannedAdapter(int(layer[1]), path, shares, sharding, tuple(found))
+    if lora.dora:
+        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()), trains=True)
 
 
 def _takes_adapter(own: ParameterInfo) -> bool:
@@ -103,7 +115,7 @@ def layer_adapters(adapters: Iterable[PlannedAdapter], lora: LoRA) -> LayerAdapt
     dropped = 0
     for adapter in adapters:
         places.add(_place(adapter.path))
-        count = sum(_elements(info.native) for info in adapter.infos)
+        count = sum(prod(info.native.shape) for info in adapter.infos)
         numbers = lora.rank * len(adapter.shares)
         width = adapter.shares[0].width
         if adapter.sharding is Sharding.EXPERTS:
@@ -115,6 +127,8 @@ def layer_adapters(adapters: Iterable[PlannedAdapter], lora: LoRA) -> LayerAdapt
             sizes["dense"] += count
             sizes[_FIELDS[adapter.sharding]] += numbers
             dropped += width
+            if lora.dora:
+                sizes[_SCALED[adapter.sharding]] += sum(share.out for share in adapter.shares)
         sizes["copied"] += numbers * width
     return LayerAdapters(
         **sizes,
@@ -131,8 +145,3 @@ def _place(path: str) -> str:
         return "output"
     found = (place for place, ends in _PLACES.items() if path.endswith(ends))
     return next(found, "mixer")
-
-
-def _elements(native: NativeTensor) -> int:
-    rows, columns = native.shape
-    return rows * columns

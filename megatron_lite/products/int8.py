@@ -46,6 +46,11 @@ class Int8Matrix:
         """Return float32 [out, in]."""
         return self.values.float() * self.scales.unsqueeze(1)
 
+    def row_squares(self) -> Tensor:
+        """Return the sum of the squares of each row, float32 [out]."""
+        parts = [part.float().square().sum(1) for part in torch.split(self.values, _ROWS)]
+        return torch.cat(parts) * self.scales.square()
+
 
 def quantize(matrix: Tensor) -> Int8Matrix:
     """Round each row of a matrix [out, in] to int8, with its largest absolute value as 127."""
@@ -60,10 +65,11 @@ def quantize(matrix: Tensor) -> Int8Matrix:
 class Int8Product(Product):
     """Products with one matrix. It has no backward pass."""
 
-    def __init__(self, matrix: Int8Matrix) -> None:
-        """Copy the matrix into the kernel's order of memory."""
+    def __init__(self, matrix: Int8Matrix, squares: Tensor | None = None) -> None:
+        """Copy the matrix into the kernel's order of memory. squares: its row_squares, for DoRA."""
         self.shape = tuple(matrix.values.shape)
         self.nbytes = matrix.nbytes
+        self._squares = squares
         self._kernel = kernel_of(matrix.values, matrix.scales)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,6 +84,13 @@ class Int8Product(Product):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.linear(x, weight, bias)
+
+    def row_squares(self, weight: Tensor) -> Tensor:
+        assert self._squares is not None, "load_quantized keeps them for DoRA"
+        return self._squares
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linear(x, weight)
 
     def _product(self, x: Tensor) -> Tensor:
         """x [rows, in] -> float32 [rows, out]. A row with NaN or infinity gives no finite numbers."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_lite.products import compiled
 from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, without_content
 from megatron_lite.products.processor import has_tiles, lacks_bf16
+from megatron_lite.products.wide import wide
 
 TURNED_ROUND = range(8, 16)
 """Numbers of rows for which MKL computes W x' faster than x W' in float32.
@@ -118,6 +119,15 @@ class Product:
     def of_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """grad [rows, out], x [rows, in] -> the gradient of the weight [out, in]."""
         return grad.t() @ x
+
+    def row_squares(self, weight: Tensor) -> Tensor:
+        """weight [out, in] -> the sum of the squares of each row, float32 [out]."""
+        lengths: Tensor = torch.linalg.vector_norm(wide(weight), dim=1)
+        return lengths.square()
+
+    def plain(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [rows, in] -> [rows, out] in the precision of the weight, whatever that of `linear`. Not differentiable."""
+        return F.linear(x, weight)
 
     def gradient_sum(self, weight: Tensor) -> GradientSum | None:
         """Return the sum to which the weight's gradient is added as a product; None if of_weight makes it."""

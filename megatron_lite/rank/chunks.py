@@ -104,8 +104,8 @@ def _attach_adapters(
         trains = plan.options.trains
         made = list(attach(module, natives, plan.config, lora, ranks, trains=trains))
     found = []
-    for native, kind in made:
-        info = adapter_info(index, native, kind, ranks.size, sequence=ranks.sequence)
+    for native, declaration in made:
+        info = adapter_info(index, native, declaration, ranks.size, sequence=ranks.sequence)
         found.append(info)
     return found
 

@@ -197,6 +197,9 @@ class Lora:
     )
     lora_dropout: float = flag(0.0, "dropout of the input of adapters")
     lora_rslora: bool = flag(False, "divide alpha by the square root of the rank")
+    lora_dora: bool = flag(
+        False, "DoRA: train the length of each row of an adapted matrix beside its adapter"
+    )
     lora_modules_to_save: tuple[str, ...] = flag(
         (),
         "modules that are trained and saved whole beside the adapters: embed_tokens, lm_head",

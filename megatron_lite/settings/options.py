@@ -66,6 +66,8 @@ class LoRA:
     """Dropout of the adapters' input."""
     rslora: bool = False
     """Divide alpha by the rank's square root."""
+    dora: bool = False
+    """DoRA: train the length of each row of an adapted matrix too."""
     whole: tuple[str, ...] = ()
     """Megatron core's paths of the modules that are trained whole: the embedding, the head."""
 

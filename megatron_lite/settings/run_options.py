@@ -60,7 +60,9 @@ def adapter_options(settings: Settings) -> LoRA | None:
                 raise UsageError(f"--{flag} requires --lora-rank (or --lora-load)")
         return None
     alpha = 2.0 * rank if lora.lora_alpha is None else lora.lora_alpha
-    return LoRA(rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora)
+    return LoRA(
+        rank, alpha, lora.lora_targets, lora.lora_dropout, lora.lora_rslora, dora=lora.lora_dora
+    )
 
 
 def _fp8(settings: Settings) -> FP8 | None:

@@ -14,7 +14,7 @@ tokens, or under sequence parallelism the rank's own.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -24,19 +24,23 @@ from megatron_lite.models import rng
 from megatron_lite.models.lora.parameters import Sharding
 from megatron_lite.models.lora.shares import Share
 from megatron_lite.parallel import comm
-from megatron_lite.parallel.tensor import TensorGroup
+from megatron_lite.parallel.tensor import Matrix, TensorGroup
 from megatron_lite.settings.options import LoRA
 
 
 class Pair(nn.Module):
     """This rank's part of one module's adapter."""
 
-    def __init__(self, share: Share, rank: int, sharding: Sharding) -> None:
+    in_float32: ClassVar = ("magnitude",)
+
+    def __init__(self, share: Share, options: LoRA, sharding: Sharding) -> None:
         super().__init__()
         kind_a, kind_b = sharding.value
-        self.kinds = {"lora_a": kind_a, "lora_b": kind_b}
-        self.lora_a = nn.Parameter(torch.empty(rank, share.width))
-        self.lora_b = nn.Parameter(torch.empty(share.out, rank))
+        self.kinds = {"lora_a": kind_a, "lora_b": kind_b, "magnitude": kind_b}
+        self.lora_a = nn.Parameter(torch.empty(options.rank, share.width))
+        self.lora_b = nn.Parameter(torch.empty(share.out, options.rank))
+        if options.dora:
+            self.magnitude = nn.Parameter(torch.empty(share.out))
 
 
 class _Placed(torch.autograd.Function):
@@ -79,7 +83,7 @@ class Adapter(nn.Module):
         self.pairs = nn.ModuleDict()
         self.rows: list[int] = []
         for share in shares:
-            self.pairs[share.module.key] = Pair(share, options.rank, sharding)
+            self.pairs[share.module.key] = Pair(share, options, sharding)
             for run in share.rows:
                 self.rows += run.local
         # The forward pass never reads the rows: a matrix may have 30,000, and compiled code would compare each of them.
@@ -95,13 +99,18 @@ class Adapter(nn.Module):
         with torch.inference_mode(False):  # a training pass may use this tensor later
             self._index = torch.tensor(self.rows, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the term to add to the matrix's product with x; the same shape as the product."""
-        pairs = [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
-        inner = (
-            F.linear(self._dropped(x), torch.cat([pair.lora_a for pair in pairs]))
-            * self.options.scale
-        )
+    @property
+    def every_pair(self) -> list[Pair]:
+        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
+
+    def forward(self, x: Tensor, y: Tensor, matrix: Matrix) -> Tensor:
+        """Return y, the output of the matrix for x, as the adapter changes it."""
+        return y + self.term(self.dropped(x))
+
+    def term(self, x: Tensor) -> Tensor:
+        """Return scale · B (A x), in the shape of the matrix's product with x."""
+        pairs = self.every_pair
+        inner = F.linear(x, torch.cat([pair.lora_a for pair in pairs])) * self.options.scale
         if self.ranks.group is not None and self.sharding is not Sharding.NOT_AT_ALL:
             whole = self.sharding is Sharding.COLUMNS
             across = (
@@ -118,9 +127,16 @@ class Adapter(nn.Module):
         made = torch.cat(
             [F.linear(part, pair.lora_b) for part, pair in zip(parts, pairs, strict=True)], -1
         )
-        return self._placed(made)
+        return self.placed(made)
 
-    def _placed(self, made: Tensor) -> Tensor:
+    def picked(self, of_rows: Tensor) -> Tensor:
+        """Reorder numbers of the matrix's rows, the last axis, to module order, without rows that have no adapter."""
+        if self._is_in_order:
+            return of_rows
+        assert self._index is not None, "the layer's hook calls prepare"
+        return of_rows.index_select(-1, self._index)
+
+    def placed(self, made: Tensor) -> Tensor:
         """Reorder outputs from module order to the matrix's row order, with 0 for rows without an adapter."""
         if self._is_in_order:
             return made
@@ -128,8 +144,14 @@ class Adapter(nn.Module):
         placed: Tensor = _Placed.apply(made, self._index, self.out)  # type: ignore[no-untyped-call]
         return placed
 
-    def _dropped(self, x: Tensor) -> Tensor:
-        if self.seed is None or not self.options.dropout:
+    @property
+    def drops(self) -> bool:
+        """True if the current pass has dropout."""
+        return self.seed is not None and self.options.dropout > 0
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Return x with dropout, or x itself in a pass without."""
+        if self.seed is None or not self.drops:
             return x
         probability, ranks, columns = self.options.dropout, self.ranks, None
         if self.sharding is Sharding.ROWS:

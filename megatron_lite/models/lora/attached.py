@@ -1,9 +1,10 @@
 """Adds adapters to the selected matrices of a chunk, and describes their parameters."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,19 +16,33 @@ from megatron_lite.models.build_plan import Plan
 from megatron_lite.models.ends import Embedding, Head
 from megatron_lite.models.layer import Layer
 from megatron_lite.models.lora.adapter import Adapter
+from megatron_lite.models.lora.dora import DoraAdapter
 from megatron_lite.models.lora.parameters import (
     Rows,
     Sharding,
     adapter_parameters,
     row_parameters,
 )
-from megatron_lite.models.lora.shares import modules_of, of_all_experts, require_own, shares_of
+from megatron_lite.models.lora.shares import (
+    Module,
+    modules_of,
+    of_all_experts,
+    refuse_dora,
+    require_own,
+    shares_of,
+)
 from megatron_lite.models.lora.targets import is_target
 from megatron_lite.models.lora.token_rows import TokenRows
 from megatron_lite.models.moe.experts import ExpertMatrix
 from megatron_lite.models.whole_linear import WholeLinear
-from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, NormColumnLinear, RowLinear, TensorGroup
+from megatron_lite.parallel.parameter_kinds import Declaration
+from megatron_lite.parallel.tensor import (
+    ColumnLinear,
+    Matrix,
+    NormColumnLinear,
+    RowLinear,
+    TensorGroup,
+)
 from megatron_lite.settings.options import LoRA
 
 _SHARDING = (
@@ -45,7 +60,7 @@ def attach(
     ranks: TensorGroup,
     *,
     trains: bool,
-) -> Iterator[tuple[NativeTensor, Kind]]:
+) -> Iterator[tuple[NativeTensor, Declaration]]:
     """Add adapters to the matrices of a chunk, and yield their parameters in the order of a forward pass.
 
     chunk: on the meta device, like the new parameters. natives: the chunk's own parameters, in the order of a forward
@@ -55,6 +70,7 @@ def attach(
     modules = modules_of(config)
     shared = of_all_experts(modules)
     numbers = Counter[int]()
+    adapted = defaultdict[Sharding, list[Module]](list)
     for own in natives:
         path, _, last = own.name.rpartition(".")
         layer = _LAYER.match(own.name)
@@ -69,13 +85,17 @@ def attach(
         if not shares:
             continue
         require_own(shares, shared, trains=trains)
+        adapted[sharding] += [share.module for share in shares]
         owner = chunk.get_submodule(layer[0])
         assert isinstance(owner, Layer)
         numbers[owner.layer] += 1
         place = owner.layer, numbers[owner.layer]
-        adapter = Adapter(shares, own.shape[0], options, sharding, ranks, place)
+        kind = DoraAdapter if options.dora else Adapter
+        adapter = kind(shares, own.shape[0], options, sharding, ranks, place)
         matrix.adapter = adapter
-        yield from adapter_parameters(path, shares, sharding, options.rank)
+        yield from adapter_parameters(path, shares, sharding, options)
+    if options.dora:
+        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()), trains=trains)
     for module in chunk.modules():
         if isinstance(module, Layer):
             _prepare_before(module)
@@ -107,6 +127,50 @@ def _sharding(matrix: nn.Module) -> Sharding | None:
     return next((sharding for kinds, sharding in _SHARDING if isinstance(matrix, kinds)), None)
 
 
+def adapted_matrices(chunks: Iterable[nn.Module]) -> Iterator[tuple[Matrix, Adapter]]:
+    """Yield the matrices of chunks that have an adapter, with it."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Matrix) and isinstance(module.adapter, Adapter):
+                yield module, module.adapter
+
+
+@contextmanager
+def constant_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute what DoRA needs of the weights only once in this region, in which no parameter changes.
+
+    The parameters are in memory.
+    """
+    fix_changes(chunks, changes_now(chunks))
+    try:
+        yield
+    finally:
+        for adapter, _ in _with_dora(chunks):
+            adapter.fixed = None
+
+
+@torch.no_grad()
+def changes_now(chunks: Iterable[nn.Module]) -> list[Tensor]:
+    """Return what DoRA needs of the weights of each matrix, with the parameters of the moment. Collective."""
+    found = []
+    for adapter, matrix in _with_dora(chunks):
+        adapter.prepare(adapter.every_pair[0].magnitude.device)
+        found.append(adapter.change(matrix))
+    return found
+
+
+def fix_changes(chunks: Iterable[nn.Module], changes: Iterable[Tensor]) -> None:
+    """Let passes use these results of changes_now."""
+    for (adapter, _), change in zip(_with_dora(chunks), changes, strict=True):
+        adapter.fixed = change
+
+
+def _with_dora(chunks: Iterable[nn.Module]) -> Iterator[tuple[DoraAdapter, Matrix]]:
+    for matrix, adapter in adapted_matrices(chunks):
+        if isinstance(adapter, DoraAdapter):
+            yield adapter, matrix
+
+
 @contextmanager
 def without_adapters(
     chunks: Iterable[nn.Module], base: Sequence[tuple[nn.Parameter, Tensor]] = ()
@@ -116,21 +180,16 @@ def without_adapters(
     base: the base's values of parameters that are trained whole beside the adapters.
     """
     trained = [(parameter, parameter.data) for parameter, _ in base]
-    modules = [module for chunk in chunks for module in chunk.modules()]
-    adapters = [
-        (module, module.adapter)
-        for module in modules
-        if isinstance(getattr(module, "adapter", None), Adapter)
-    ]
-    for module, _ in adapters:
-        module.adapter = None  # type: ignore[assignment]  # as before an adapter is attached
+    adapters = list(adapted_matrices(chunks))
+    for matrix, _ in adapters:
+        matrix.adapter = None
     for parameter, values in base:
         parameter.data = values
     try:
         yield
     finally:
-        for module, adapter in adapters:
-            module.adapter = adapter
+        for matrix, adapter in adapters:
+            matrix.adapter = adapter
         for parameter, values in trained:
             parameter.data = values
 

@@ -19,8 +19,8 @@ from megatron_lite.models.moe.router import Router
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.whole_linear import WholeLinear
 from megatron_lite.parallel.parameter_kinds import Kind
-from megatron_lite.parallel.tensor import ColumnLinear, Norm, RowLinear, adapted
-from megatron_lite.products.product import PLAIN, Product
+from megatron_lite.parallel.tensor import ColumnLinear, Matrix, Norm, RowLinear
+from megatron_lite.products.product import PLAIN
 
 
 def activation_of(plan: Plan) -> Callable[..., Tensor]:
@@ -38,15 +38,13 @@ def activation_of(plan: Plan) -> Callable[..., Tensor]:
     return activated
 
 
-class ExpertMatrix(nn.Module):
+class ExpertMatrix(Matrix):
     """A matrix of one expert. Experts.forward computes with the matrices of all experts at once."""
 
     kinds: ClassVar = {"weight": Kind.EXPERT, "bias": Kind.EXPERT}
 
     def __init__(self, width: int, out: int, *, bias: bool) -> None:
         super().__init__()
-        self.adapter: nn.Module | None = None
-        self.product: Product = PLAIN
         self.weight = nn.Parameter(torch.empty(out, width))
         self.bias = nn.Parameter(torch.empty(out)) if bias else None
 
@@ -105,7 +103,7 @@ def _products(matrices: Sequence[ExpertMatrix], x: Tensor, counts: list[int]) ->
     if all(matrix.adapter is None for matrix in matrices):
         return made
     parts = zip(matrices, torch.split(made, counts), torch.split(x, counts), strict=True)
-    return torch.cat([adapted(part, matrix.adapter, rows) for matrix, part, rows in parts])
+    return torch.cat([matrix.adapted(part, rows) for matrix, part, rows in parts])
 
 
 def _biases(matrices: Sequence[ExpertMatrix], counts: list[int]) -> Tensor | None:

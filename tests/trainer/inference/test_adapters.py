@@ -24,7 +24,7 @@ from tests.trainer.loop.launches import train
 
 pytestmark = pytest.mark.oracle
 
-NAMES = ("small", "large", "whole")
+NAMES = ("small", "large", "whole", "doubled")
 ROWS = ("few", "more")
 """Adapters that have rows of single tokens."""
 WHOLE = ("model.embed_tokens.weight", "lm_head.weight")
@@ -39,6 +39,8 @@ def write_adapter(
     ends: tuple[str, ...],
     whole: tuple[str, ...] = (),
     tokens: tuple[int, ...] = (),
+    *,
+    dora: bool = False,
 ) -> None:
     """An adapter as peft writes it, with random values for the matrices whose names end so, and for whole tensors."""
     random = torch.Generator().manual_seed(rank)
@@ -50,6 +52,9 @@ def write_adapter(
             prefix = f"base_model.model.{module}"
             tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, width, generator=random)
             tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=random) / 2
+            if dora:
+                factors = 1 + torch.rand(out, generator=random)
+                tensors[f"{prefix}.lora_magnitude_vector"] = weight.norm(dim=1) * factors
         elif name in whole:
             noise = torch.randn(weight.shape, generator=random)
             tensors[f"base_model.model.{name}"] = weight + noise * weight.std()
@@ -63,6 +68,7 @@ def write_adapter(
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": list(ends),
+        "use_dora": dora,
         "trainable_token_indices": {"embed_tokens": tokens, "lm_head": tokens} if tokens else None,
     }
     directory.mkdir()
@@ -72,13 +78,16 @@ def write_adapter(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, three adapters, and the model with each of them merged."""
+    """`base`, several adapters, and the model with each of them merged."""
     root = tmp_path_factory.mktemp("adapters")
     (root / "base").mkdir()
     save(root / "base")
     write_adapter(root / "base", root / "small", 2, 4.0, ("q_proj", "v_proj"))
     write_adapter(root / "base", root / "large", 4, 2.0, ("o_proj", "up_proj", "down_proj"))
     write_adapter(root / "base", root / "whole", 3, 6.0, ("k_proj",), WHOLE)
+    write_adapter(
+        root / "base", root / "doubled", 3, 5.0, ("q_proj", "k_proj", "o_proj"), dora=True
+    )
     write_adapter(root / "base", root / "few", 3, 6.0, ("k_proj",), tokens=(9, 3))
     write_adapter(root / "base", root / "more", 2, 6.0, ("v_proj",), tokens=(4, 9, 7))
     for name in NAMES + ROWS:
@@ -109,6 +118,7 @@ def merged_scores(models: Path, directory: str) -> torch.Tensor:
     [
         (0, "base"),
         (1, "small-merged"),
+        (4, "doubled-merged"),
         (3, "whole-merged"),
         (2, "large-merged"),
         (None, "small-merged"),
@@ -160,9 +170,10 @@ def test_adapters_differ(models: Path) -> None:
 
 
 def test_requests_of_all_adapters_run_in_one_batch(together: Opened, models: Path) -> None:
-    requests = [Request(PROMPT, 8, adapter=number) for number in (0, 2, 3, 1, 2)]
+    requests = [Request(PROMPT, 8, adapter=number) for number in (0, 2, 3, 4, 1, 2)]
     answers = [answer.tokens for answer in generate(together.model, requests)]
-    directories = ("base", "large-merged", "whole-merged", "small-merged", "large-merged")
+    names = ("large", "whole", "doubled", "small", "large")
+    directories = ("base", *(f"{name}-merged" for name in names))
     for tokens, directory in zip(answers, directories, strict=True):
         [alone] = generate(opened(models / directory).model, [Request(PROMPT, 8)])
         assert tokens == alone.tokens
@@ -184,7 +195,7 @@ def test_a_directory_of_an_adapter_may_have_an_equals_sign(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", ["large", "whole", "more"])
+@pytest.mark.parametrize("adapter", ["large", "whole", "more", "doubled"])
 @pytest.mark.parametrize("layout", ["--tp 2", "--pp 2"])
 def test_two_ranks_generate_with_the_adapter(
     layout: str, adapter: str, models: Path, tmp_path: Path

@@ -144,8 +144,11 @@ def test_a_tied_head_is_rounded_and_the_embedding_is_not(tied: Path) -> None:
     assert table.equal(plain.get_parameter("embedding.word_embeddings.weight"))
 
 
-def test_adapters_are_computed_beside_the_rounded_matrices(tied: Path, tmp_path: Path) -> None:
-    write_adapter(tied, tmp_path / "own", 4, 8.0, ("q_proj", "down_proj"))
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_are_computed_beside_the_rounded_matrices(
+    dora: bool, tied: Path, tmp_path: Path
+) -> None:
+    write_adapter(tied, tmp_path / "own", 4, 8.0, ("q_proj", "down_proj"), dora=dora)
     own = {"adapter": [str(tmp_path / "own")]}
     adapted, base = opened(tied, **own).model, opened(tied).model
     [found], [without] = adapted.score([ROW]), adapted.score([ROW], adapter=0)

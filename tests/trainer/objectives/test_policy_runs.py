@@ -66,6 +66,8 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         (2, "--use-distributed-optimizer", "--lora-rank 4"),
         (2, "--tp 2", "--lora-rank 4 --lora-modules-to-save embed_tokens lm_head"),
         (2, "--pp 2", "--lora-rank 4 --lora-trainable-token-indices 5-40"),
+        (2, "--tp 2", "--lora-rank 4 --lora-dora"),
+        (2, "--data-parallel-sharding-strategy optim_grads_params", "--lora-rank 4 --lora-dora"),
     ],
 )
 def test_a_run_at_a_layout_is_that_of_one_process(

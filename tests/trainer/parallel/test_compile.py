@@ -26,6 +26,11 @@ CASES = {
     "sharded parameters": (Case("qwen3", dp=2, distributed=True, zero=3), 4),
     "latent attention, recomputed": (Case("deepseek_v3", recompute=SELECTIVE), 12),
     "adapters": (Case("llama", options=(("lora", LoRA(rank=2, alpha=4.0)),)), 8),
+    "DoRA": (Case("llama", options=(("lora", LoRA(2, 4.0, dora=True)),)), 8),
+    "DoRA, tensor parallel": (
+        Case("llama", tp=2, sequence_parallel=True, options=(("lora", LoRA(2, 4.0, dora=True)),)),
+        8,
+    ),
 }
 """A case, and the number of graphs that it may have: for rows of one document, and for packed rows.
 

@@ -158,6 +158,8 @@ CASES = [
     Case("llama-tied-whole", tp=2, pp=2),
     Case("llama-rows", tp=2, dp=2, distributed=True),
     Case("llama-tied-rows", tp=2, pp=2, sequence_parallel=True),
+    Case("llama-dora"),
+    Case("llama-dora", tp=2, dp=2, sequence_parallel=True, distributed=True),
 ]
 FURTHER = [
     Case("llama-all-linear"),
@@ -185,6 +187,10 @@ FURTHER = [
     Case("llama-tied-rows"),
     Case("llama-tied-rows", tp=2),
     Case("llama-tied-rows", pp=2, dp=2, distributed=True),
+    Case("llama-dora", tp=2, recompute=Recompute("selective")),
+    Case("llama-dora", tp=2, pp=2, recompute=Recompute("full")),
+    Case("llama-dora", tp=2, cp=2, sequence_parallel=True),
+    Case("llama-dora", pp=2, dp=2, distributed=True),
 ]
 
 
@@ -730,9 +736,6 @@ def test_unknown_targets_of_adapters_are_refused() -> None:
         UsageError, match=r"--lora-targets conv1d: is no matrix of this model; .* in_proj"
     ):
         make(Case("nemotron-h", lora=LoRA(4, 8, ("in_proj", "conv1d"))))
-    config = open_checkpoint(PEFT / "peft-qwen3-dora" / "base").config
-    with pytest.raises(NotExpressible, match="the adapter has DoRA"):
-        read_adapter(PEFT / "peft-qwen3-dora" / "adapter", config)
     engine = make(Case("llama-all-linear", lora=LoRA(4, 8, ("q_proj",))))
     adapter = read_adapter(PEFT / "peft-llama-all-linear" / "adapter", engine.config)
     with pytest.raises(TensorMismatch, match="is the adapter of no matrix that has one here"):

@@ -189,6 +189,7 @@ def test_gradients_of_whole_matrices_are_kept_by_their_owners_alone() -> None:
         "llama-tied-whole",
         "llama-rows",
         "llama-tied-rows",
+        "llama-dora",
     ],
 )
 def test_frozen_parameters_are_sharded_beside_adapters(

@@ -13,6 +13,7 @@ from tests.trainer.planning.recorded import MODELS, Planned, bytes_of_a_pass, ma
 
 DECODERS = [name for name, config in MODELS.items() if config.family not in ("bert", "t5", "dbrx")]
 ALL = LoRA(4, 8.0)
+DORA = LoRA(4, 8.0, dora=True)
 WHOLE = LoRA(4, 8.0, whole=(EMBEDDING, HEAD))
 QUERIES_AND_VALUES = LoRA(4, 8.0, ("q_proj", "v_proj"))
 Facts = tuple[object, ...]
@@ -45,6 +46,16 @@ def test_adapters_are_those_that_the_trainer_adds(model: str) -> None:
     assert (0, found) == made(0, planned)
 
 
+def test_magnitudes_are_those_that_the_trainer_adds() -> None:
+    planned = Planned("qwen3", lora=DORA)
+    found = of_plan(planned.described())
+    assert (0, found) == made(0, planned)
+    magnitudes = [fact for fact in found if str(fact[0]).endswith(".magnitude")]
+    assert 3 * len(magnitudes) == len(found)
+    with pytest.raises(NotExpressible, match=r"--lora-dora: .* belongs to experts"):
+        of_plan(Planned("mixtral", lora=DORA).described())
+
+
 def test_an_adapter_that_all_experts_would_share_is_refused_as_in_the_trainer() -> None:
     with pytest.raises(NotExpressible, match="one matrix for all experts of a layer"):
         of_plan(Planned("dbrx", lora=ALL).described())
@@ -54,7 +65,7 @@ def test_an_adapter_that_all_experts_would_share_is_refused_as_in_the_trainer() 
 
 @pytest.mark.parametrize("model", ["qwen3", "mixture", "deepseek_v3", "falcon h1", "kimi"])
 def test_shards_of_adapters_are_those_of_a_tensor_rank(model: str, world: World) -> None:
-    planned = Planned(model, tp=2, sequence=True, lora=ALL)
+    planned = Planned(model, tp=2, sequence=True, lora=DORA if model == "qwen3" else ALL)
     found = dict(world.run(2, made, planned))
     assert of_plan(planned.described()) == found[0]
 
@@ -65,6 +76,9 @@ def test_shards_of_adapters_are_those_of_a_tensor_rank(model: str, world: World)
         ("qwen3", ALL),
         ("qwen3", QUERIES_AND_VALUES),
         ("qwen3", LoRA(4, 8.0, dropout=0.1)),
+        ("qwen3", DORA),
+        ("gpt2", DORA),
+        ("lfm3", LoRA(4, 8.0, dropout=0.1, dora=True)),
         ("gpt2", ALL),
         ("llama, scores", ALL),
         ("lfm3", ALL),
