@@ -28,8 +28,10 @@ from megaconv.loader import Loader
 from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
 from megaconv.model.check import listing, well_formed
+from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
-from megaconv.model.naming import HF, HF_STACKED, META_ROWS, TITAN, Naming
+from megaconv.model.naming import HF, HF_SEPARATE, HF_STACKED, META_ROWS, TITAN, Naming
+from megaconv.model.natives import unsharded_tensors
 from megaconv.model.table import Row, canonical_shapes, expressible
 from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
@@ -88,7 +90,7 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     plain = renamed(opened, bare, str(path))
     earlier = _earlier_names(family)
     stored = renamed(plain, {name: earlier(name, plain.keys()) for name in plain}, str(path))
-    naming, prefix = (HF, "") if config.own_names else _spelling(path, family, stored)
+    naming, prefix = (HF, "") if config.own_names else _spelling(path, family, config, stored)
     of_model = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
     found = {name.removeprefix(prefix): tensor for name, tensor in of_model.items()}
     if naming == TITAN and not config.experts.router_bias:
@@ -153,22 +155,47 @@ class _Names(NamedTuple):
 
 
 def _spelling(
-    path: Path, family: Family, stored: Mapping[str, ChunkedTensor]
+    path: Path, family: Family, config: ModelConfig, stored: Mapping[str, ChunkedTensor]
 ) -> tuple[Naming, str]:
-    """(naming scheme, prefix of all names), found by the name of the embedding. Raises TensorMismatch if there is none."""
-    namings = [HF, *(each for each in _TITANS if expressible(family.rows, each, family.features))]
-    wanted = {naming: _embedding(family.rows, naming) for naming in namings}
-    for naming, embedding in wanted.items():
+    """(naming scheme, prefix of all names), found by the name of the embedding. Raises TensorMismatch if there is none.
+
+    HF stands for all of transformers' schemes, which whole_model() tells apart.
+    """
+    namings = [*_TRANSFORMERS, HF_SEPARATE]
+    namings += [each for each in _TITANS if expressible(family.rows, each, family.features)]
+    wanted: dict[str, Naming] = {}
+    for naming in namings:
+        wanted.setdefault(_embedding(family.rows, naming), naming)
+    found: list[tuple[Naming, list[str]]] = []
+    for embedding, naming in wanted.items():
         complete = re.compile(rf"(^|\.){re.escape(embedding)}$")
         prefixes = [name.removesuffix(embedding) for name in stored if complete.search(name)]
         if prefixes:
-            return naming, _prefix_of_model(path, prefixes)
-    embeddings = " or ".join(wanted.values())
-    raise TensorMismatch(
-        f"{path}: has no {embeddings}, by which a {family.name} is recognised; "
-        f"it has {listing(stored)}",
-        code="missing-tensor",
-    )
+            found.append((naming, prefixes))
+    if not found:
+        embeddings = " or ".join(wanted)
+        raise TensorMismatch(
+            f"{path}: has no {embeddings}, by which a {family.name} is recognised; "
+            f"it has {listing(stored)}",
+            code="missing-tensor",
+        )
+    naming, prefixes = found[0]
+    if len(found) > 1:
+        # One scheme's name may be a prefix and another scheme's name.
+        naming, prefixes = max(found, key=lambda each: _known(family, config, *each, stored))
+    return HF if naming not in _TITANS else naming, _prefix_of_model(path, prefixes)
+
+
+def _known(
+    family: Family,
+    config: ModelConfig,
+    naming: Naming,
+    prefixes: Collection[str],
+    stored: Collection[str],
+) -> int:
+    """The number of the model's tensors that are stored under a scheme's names with one of the prefixes."""
+    names = [native.name for native in unsharded_tensors(family.rows, config, naming)]
+    return max(sum(prefix + name in stored for name in names) for prefix in prefixes)
 
 
 def _prefix_of_model(path: Path, prefixes: Collection[str]) -> str:

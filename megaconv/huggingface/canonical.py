@@ -19,7 +19,7 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key
 from megaconv.model.layout import Chunk, Layout
-from megaconv.model.naming import HF, HF_SEPARATE, Naming
+from megaconv.model.naming import HF, HF_SEPARATE, HF_STACKED, Naming
 from megaconv.model.natives import NativeTensor, native_tensors
 from megaconv.model.table import canonical_shapes
 
@@ -49,7 +49,7 @@ def whole_model(
     require_scores_of_class(config, kept, where)
     config = with_stored_bias(family.complete(config, kept), kept)
     spellings = hf_namings(kept) if naming == HF else (naming,)
-    if set(spellings) <= {HF, HF_SEPARATE} and not _holds_stacked(family):
+    if set(spellings) <= {HF, HF_SEPARATE, HF_STACKED} and not _holds_stacked(family):
         _require_experts(config, len(kept), where)
     spelling, natives = _best_spelling(family, config, spellings, kept)
     if config.whole is not None:

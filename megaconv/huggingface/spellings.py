@@ -29,8 +29,6 @@ _STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 transformers 5 has them; Qwen 3 VL on the Hub has each one transposed.
 """
-_OF_CLASS = ".self_attn.g_proj."
-"""Part of the names that transformers' class has for a tensor of LFM 3, whose published files have another name for it."""
 
 
 def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
@@ -41,17 +39,9 @@ def hf_namings(names: Collection[str]) -> tuple[Naming, ...]:
     if any(_FUSED in name for name in names):
         return (HF, HF_FUSED, HF_FUSED_HALVED)
     if not stacked:
-        return (HF, HF_STACKED) if _is_of_class(names) else (HF,)
+        # The classes of some families have other names for further tensors too. Without experts only those tell.
+        return (HF,) if any(".experts." in name for name in names) else (HF, HF_STACKED)
     found = (HF, HF_STACKED, HF_STACKED_TRANSPOSED)
     if any(name.startswith("mtp.") for name in stacked):
         return tuple(map(with_mtp_stacked, found))
     return found
-
-
-def _is_of_class(names: Collection[str]) -> bool:
-    """True if a dense model has the names of transformers' class of LFM 3.
-
-    The gate of a family with experts has this name in published files as well.
-    """
-    has_gate = any(_OF_CLASS in name for name in names)
-    return has_gate and not any(".experts." in name for name in names)

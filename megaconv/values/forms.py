@@ -81,6 +81,11 @@ class Form(NamedTuple):
         return self.kind in {*QUANTIZATIONS, *MLX_FLOATS} or self.keeps_dtype
 
     @property
+    def alters(self) -> bool:
+        """True if readers may get other values than the source's, apart from a cast."""
+        return bool(self.add) or self.kind == FOLDED or self.is_quantized
+
+    @property
     def keeps_dtype(self) -> bool:
         """True for a form that is read in the dtype that the tensor had."""
         return self.kind in AFFINE or self.kind == PLUS_ONE

@@ -66,8 +66,8 @@ class StoredSource:
 
     @property
     def changed(self) -> frozenset[Key]:
-        """The tensors whose values differ from the source's."""
-        return frozenset(key for key, form in self.forms.items() if form.add or form.kind == FOLDED)
+        """The tensors whose values may differ from the source's."""
+        return frozenset(key for key, form in self.forms.items() if form.alters)
 
     def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
         tensors: Iterable[tuple[Key, LazyTensor]] = self.source.tensors()

@@ -49,6 +49,14 @@ def test_weights_are_those_of_mlx_lm_and_come_back(name: str, tmp_path: Path) ->
         assert made.fingerprint == megaconv.fingerprint(source, text_only=is_inside)
 
 
+def test_norms_that_are_rounded_are_no_damage_of_a_source_with_a_record(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", CASES["qwen3_next"]["config"])
+    megaconv.convert(source, tmp_path / "hf", saver="hf")
+    made = megaconv.convert(tmp_path / "hf", tmp_path / "mlx", saver="mlx")
+    direct = megaconv.convert(source, tmp_path / "direct", saver="mlx")
+    assert made.fingerprint == direct.fingerprint
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_codes_come_back(name: str, tmp_path: Path) -> None:
     source, is_inside = write(name, tmp_path)

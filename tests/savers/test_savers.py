@@ -96,8 +96,9 @@ def always(family: str) -> tuple[str, ...]:
     return ALWAYS if family in ("t5", *BEYOND_MEGATRON) else (*ALWAYS, *IN_MEGATRON)
 
 
-def write_model(name: str, path: Path) -> Path:
-    write_config(path, config_of(name))
+def write_model(name: str, path: Path, **keys: Any) -> Path:
+    """keys: those of config.json that differ from the family's usual ones."""
+    write_config(path, config_of(name) | keys)
     family, config = read_config(path / CONFIG_NAME)
     whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
     generator = torch.Generator().manual_seed(0)
@@ -146,6 +147,28 @@ def test_every_output_verifies_or_is_refused(
         return
     assert report.verified
     assert megaconv.fingerprint(target).weights == megaconv.fingerprint(source).weights
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "mistral_large4_text", "qwen3_moe"])
+def test_names_of_classes_are_told_from_those_of_files(
+    family: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """The embedding of some families has another name in their class than in their files."""
+    names = {"names": "transformers-stacked"}
+    megaconv.convert(sources[family], tmp_path / "dcp", saver="dcp", options=names)
+    read = megaconv.fingerprint(tmp_path / "dcp").weights
+    assert read == megaconv.fingerprint(sources[family]).weights
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "lfm3"])
+def test_a_model_without_experts_is_read_under_the_names_of_its_class(
+    family: str, tmp_path: Path
+) -> None:
+    keys = {"first_k_dense_replace": 4} if family == "kimi_linear" else {}
+    source = write_model(family, tmp_path / "hf", **keys)
+    megaconv.convert(source, tmp_path / "zero", saver="deepspeed")
+    read = megaconv.fingerprint(tmp_path / "zero").weights
+    assert read == megaconv.fingerprint(source).weights
 
 
 @pytest.mark.parametrize(
