@@ -17,6 +17,7 @@ from tests import transformers_oracle as oracle
 from tests.conftest import FIXTURES
 from tests.engine.averaged_models import weights
 from tests.engine.test_interrupted import KILL
+from tests.families.test_families import write_model
 from tests.forks import start
 from tests.models import write_llama
 from tests.runs import assert_refused, finish, run
@@ -139,6 +140,16 @@ def test_layers_are_chosen_between_all_formats(llama: Path, tmp_path: Path) -> N
     assert run("verify", tmp_path / "cut").status == 0
     record = json.loads((tmp_path / "cut" / "megaconv.json").read_text())
     assert record["provenance"]["options"]["--layers"] == [0, 1, 4, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "flint"])
+def test_config_json_says_which_of_the_chosen_layers_have_experts(
+    family: str, tmp_path: Path
+) -> None:
+    """Every second layer of the input has experts. No step describes the output's."""
+    model = write_model(tmp_path / "hf", family, decoder_sparse_step=2, mlp_only_layers=[])
+    megaconv.convert(model, tmp_path / "out", saver="hf", layers=[1, 1, 0])
+    assert_layers(tmp_path / "out", model, [1, 1, 0])
 
 
 @pytest.mark.parametrize("layers", ["0-2,5", "0-5,2-3", "3,2,1,0,5,4", "0-4"])

@@ -150,7 +150,8 @@ class Family:
             return as_file(now | written_dropouts(self.name, run))
         # Many a config.json lists MTP layers that its files don't hold.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
-        return as_file(updated(config.hf, self.write_hf(before), now, self.aliases))
+        together = [keys.names for keys in self.keys]
+        return as_file(updated(config.hf, self.write_hf(before), now, self.aliases, together))
 
     def _whole_config_json(self, config: ModelConfig) -> bytes:
         """The own config.json of a multimodal model. Raises NotExpressible if it no longer describes the language

@@ -1,7 +1,7 @@
 """A config.json as a file: reads it, checks it for quantized weights and for encoders, and writes it again with the model's own keys."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,15 +144,20 @@ def updated(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     aliases: Mapping[str, str],
+    together: Iterable[Collection[str]] = (),
 ) -> dict[str, Any]:
     """A model's own config.json with the changed keys.
 
     before: config.json as megaconv writes it for the model that `given` describes. now: the same for the current model.
     aliases: second name -> key. A second name stays only if its value is unchanged.
+    together: keys that describe one thing. If one of them changes, the others stay only with the values of `now`.
     """
     changes = {
         key: value for key, value in now.items() if key not in before or before[key] != value
     }
+    for names in together:
+        if not changes.keys().isdisjoint(names):
+            changes |= {key: now[key] for key in names if key in now and key in given}
     given = {name: value for name, value in given.items() if aliases.get(name) not in changes}
     dtype = changes.pop("torch_dtype", None)
     merged = {**given, **changes}
