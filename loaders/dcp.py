@@ -182,18 +182,18 @@ def _spelling(
     naming, prefixes = found[0]
     if len(found) > 1:
         # One scheme's name may be a prefix and another scheme's name.
-        naming, prefixes = max(found, key=lambda each: _known(family, config, *each, stored))
+        naming, prefixes = max(found, key=lambda each: _known(family, config, each, stored))
     return HF if naming not in _TITANS else naming, _prefix_of_model(path, prefixes)
 
 
 def _known(
     family: Family,
     config: ModelConfig,
-    naming: Naming,
-    prefixes: Collection[str],
+    candidate: tuple[Naming, list[str]],
     stored: Collection[str],
 ) -> int:
-    """The number of the model's tensors that are stored under a scheme's names with one of the prefixes."""
+    """The number of the model's tensors that are stored under a scheme's names with one of its prefixes."""
+    naming, prefixes = candidate
     names = [native.name for native in unsharded_tensors(family.rows, config, naming)]
     return max(sum(prefix + name in stored for name in names) for prefix in prefixes)
 
