@@ -78,7 +78,7 @@ def encode_prompt(
     chat = prompt.chat
     try:
         files = [read_image(given, prompt.file.parent) for given in chat.images]
-        pictures = tuple(images.add(file) for file in files)
+        pictures = tuple(images.add(file, several=len(files) > 1) for file in files)
         tokens = encode_chat(tokenizer, chat.messages, chat.tools or (), pictures=pictures)
     except (BadRecord, UsageError) as error:
         raise UsageError(f"{prompt.where}: {error}") from error

@@ -36,6 +36,8 @@ class Conversation:
             return False
         if not line:
             return False
+        several = len(self.pictures) > 1  # with some models, it changes an image's tokens
+        self.pictures = [self._images.add(picture.file, several) for picture in self.pictures]
         content: Any = line
         if self._waiting:
             text = {"type": "text", "text": line}

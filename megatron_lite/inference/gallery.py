@@ -32,6 +32,8 @@ _RECENT = 16
 class Picture:
     """An image. It stays known as long as a request has it."""
 
+    file: ImageFile
+    """With its bytes, if it was read."""
     number: int
     written: Written
     vectors: Tensor = field(repr=False)
@@ -44,11 +46,20 @@ class Picture:
     """The text that a chat template writes for it."""
 
 
-def unencoded(reader: ImageReader, words: Words, number: int, written: Written) -> Picture:
+def unencoded(
+    reader: ImageReader, words: Words, file: ImageFile, number: int, written: Written
+) -> Picture:
     """Return an image without its vectors. words: the texts of its tokens."""
     kind = reader.require_kind()
-    is_whole = kind.joint(reader.config) is not Joint.NOWHERE
-    return Picture(number, written, torch.empty(0), is_whole, reader.token, kind.placeholder(words))
+    return Picture(
+        file,
+        number,
+        written,
+        vectors=torch.empty(0),
+        is_whole=kind.joint(reader.config) is not Joint.NOWHERE,
+        token=reader.token,
+        placeholder=kind.placeholder(words),
+    )
 
 
 def words_of(reader: ImageReader, tokenizer: HuggingFaceTokenizer) -> Words:
@@ -66,8 +77,8 @@ class Images(Protocol):
         """Load the encoder now. Raises UsageError, TensorMismatch."""
         ...
 
-    def add(self, file: ImageFile) -> Picture:
-        """Read an image. Raises UsageError."""
+    def add(self, file: ImageFile, several: bool = False) -> Picture:
+        """Read an image. several: True if its chat has several images. Raises UsageError."""
         ...
 
     def measuring(self) -> "Images":
@@ -84,7 +95,7 @@ class NoImages:
     def load(self) -> None:
         """Do nothing: there is no encoder."""
 
-    def add(self, file: ImageFile) -> Picture:
+    def add(self, file: ImageFile, several: bool = False) -> Picture:
         raise UsageError(self._reason)
 
     def measuring(self) -> "NoImages":
@@ -116,7 +127,7 @@ class Gallery:
     ) -> None:
         """words: the texts of its tokens. load_encoder: called for the first image, or by `load`."""
         self._reader, self._words, self._load_encoder = reader, words, load_encoder
-        self._known: WeakValueDictionary[bytes, Picture] = WeakValueDictionary()
+        self._known: WeakValueDictionary[tuple[bytes, bool], Picture] = WeakValueDictionary()
         self._by_number: WeakValueDictionary[int, Picture] = WeakValueDictionary()
         self._recent: deque[Picture] = deque(maxlen=_RECENT)
         self._count = 0
@@ -129,11 +140,19 @@ class Gallery:
     def _encode(self) -> Encode:
         return self._load_encoder()
 
-    def add(self, file: ImageFile) -> Picture:
-        """Read an image. An image with the same bytes as a known one is the same. Raises UsageError."""
+    def add(self, file: ImageFile, several: bool = False) -> Picture:
+        """Read an image. An image with the same bytes as a known one is the same. Raises UsageError.
+
+        several: see Images.
+        """
         content = _content(file)
-        key = sha256(content).digest()
-        picture = self._known.get(key) or self._read(ImageFile(content, str(file)), key)
+        kind = self._reader.require_kind()
+        is_beside = kind.writer(several) is not kind.write
+        key = sha256(content).digest(), is_beside
+        picture = self._known.get(key)
+        if picture is None:
+            picture = self._read(ImageFile(content, file.name or str(file)), is_beside)
+            self._known[key] = picture
         self._recent.append(picture)
         return picture
 
@@ -141,24 +160,25 @@ class Gallery:
         """See Images."""
         return _Measured(self)
 
-    def measured(self, file: ImageFile, number: int) -> Picture:
+    def measured(self, file: ImageFile, number: int, several: bool) -> Picture:
         """Return an image without its vectors. Reads its header alone. Raises UsageError."""
+        read = ImageFile(_content(file), str(file))
         try:
-            written = self._reader.measure(ImageFile(_content(file), str(file)), self._words)
+            written = self._reader.measure(read, self._words, several)
         except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        return unencoded(self._reader, self._words, number, written)
+        return unencoded(self._reader, self._words, read, number, written)
 
-    def _read(self, file: ImageFile, key: bytes) -> Picture:
+    def _read(self, file: ImageFile, several: bool) -> Picture:
         try:
-            written, inputs = self._reader.read(file, self._words)
+            written, inputs = self._reader.read(file, self._words, several)
             vectors = self._encode(inputs, written.grid.tokens)
         except (BadRecord, CheckpointError) as error:
             raise UsageError(str(error)) from error
-        measured = unencoded(self._reader, self._words, self._count, written)
+        measured = unencoded(self._reader, self._words, file, self._count, written)
         picture = replace(measured, vectors=vectors)
         self._count += 1
-        self._known[key] = self._by_number[picture.number] = picture
+        self._by_number[picture.number] = picture
         return picture
 
     def picture(self, number: int) -> Picture:
@@ -176,10 +196,10 @@ class _Measured:
     def load(self) -> None:
         """Do nothing: the encoder is not asked."""
 
-    def add(self, file: ImageFile) -> Picture:
+    def add(self, file: ImageFile, several: bool = False) -> Picture:
         """Measure an image. Raises UsageError."""
         self._count += 1
-        return self._gallery.measured(file, self._count)
+        return self._gallery.measured(file, self._count, several)
 
     def measuring(self) -> "_Measured":
         return self

@@ -140,11 +140,12 @@ class _Encoder:
             raise BadRecord(
                 "has images, which need a Hugging Face tokenizer: --tokenizer-model DIRECTORY"
             )
-        words = words_of(self.reader, self.tokenizer)
+        words, several = words_of(self.reader, self.tokenizer), len(chat.images) > 1
         pictures = []
         for given in chat.images:
-            number, written = self.reader.add(read_image(given, directory), words, where)
-            pictures.append(unencoded(self.reader, words, number, written))
+            file = read_image(given, directory)
+            number, written = self.reader.add(file, words, where, several)
+            pictures.append(unencoded(self.reader, words, file, number, written))
         return tuple(pictures)
 
     def _ids(self, messages: Sequence[Message], pictures: Sequence[Picture]) -> tuple[int, ...]:

@@ -34,6 +34,11 @@ def image_processor(kind: str, transformers: Any) -> Any:
         return transformers.LlavaNextImageProcessorPil(
             size={"shortest_edge": 16}, crop_size=side, image_grid_pinpoints=tiles
         )
+    if kind == "llava_onevision":
+        tiles = [[rows * 16, columns * 16] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+        return transformers.LlavaOnevisionImageProcessorPil(
+            size={"height": 16, "width": 16}, image_grid_pinpoints=tiles
+        )
     if kind in ("internvl", "qianfan_ocr", "aya_vision"):
         side = {"height": 16, "width": 16}
         return transformers.GotOcr2ImageProcessorPil(size=side, max_patches=4)
@@ -100,6 +105,14 @@ def arguments_of(kind: str, transformers: Any) -> Mapping[str, Any]:
     if kind in PIXTRAL:
         found = {"patch_size": 4 * PIXTRAL[kind]}
     return found
+
+
+def processed_by(kind: str, processor: Any, images: Sequence[Any], transformers: Any) -> Any:
+    """The image processor's output for the images of a chat, as a processor of text and images calls it."""
+    given = arguments_of(kind, transformers)
+    # LLaVA-OneVision looks at the number of images of a chat, which apply_chat_template gives in a list.
+    of_chats = [images] if kind == "llava_onevision" else images
+    return dict(processor(images=of_chats, return_tensors="pt", **given))
 
 
 def texts_of(
@@ -172,6 +185,13 @@ def texts_of(
         }
         processor = _without_parts(getattr(transformers, TEXTS_OF_GEMMA_4[kind]), **words)
         return _written(processor, processed, len(processed["num_soft_tokens_per_image"]))
+    if kind == "llava_onevision":
+        fields = {
+            "image_token": word, "num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2",
+            "image_processor": image_processor(kind, transformers),
+        }  # fmt: skip
+        processor = _without_parts(transformers.LlavaOnevisionProcessor, **fields)
+        return _written(processor, processed, len(processed["image_sizes"]))
     if kind == "llava_next":
         fields = {
             "image_token": word, "patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default",

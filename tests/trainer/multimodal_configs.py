@@ -191,6 +191,18 @@ def _llava_next(transformers: Any) -> tuple[Any, Any]:
     }
 
 
+def _llava_onevision(transformers: Any) -> tuple[Any, Any]:
+    """The patches of images of more than two tiles are scaled down."""
+    text = {**TEXT, "model_type": "qwen2"}
+    tiles = [[rows * 16, columns * 16] for rows in (1, 2, 3) for columns in (1, 2, 3)]
+    return transformers.LlavaOnevisionConfig, {
+        "text_config": text,
+        "vision_config": _SIGLIP,
+        "image_grid_pinpoints": tiles,
+        "vision_aspect_ratio": "anyres_max_2",
+    }
+
+
 def _lfm3_vl(transformers: Any) -> tuple[Any, Any]:
     vision = {
         **GRID, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -376,6 +388,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "qianfan_ocr": _qianfan_ocr,
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
+    "llava_onevision": _llava_onevision,
 }
 WITHOUT_VIDEOS = (
     "lfm2_vl",

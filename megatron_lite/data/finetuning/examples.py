@@ -208,7 +208,8 @@ class _Encoder:
         kind = reader.require_kind()
         words = kind.words_of(reader.config, self._chat_template().spelled)
         files = [read_image(given, directory) for given in chat.images]
-        images = [reader.add(file, words, record.where) for file in files]
+        several = len(files) > 1
+        images = [reader.add(file, words, record.where, several) for file in files]
         texts = [image.text for _, image in images]
         return _Shown(images, ImageTexts(kind.placeholder(words), texts, words.image))
 

@@ -13,6 +13,7 @@ from megatron_lite.data.images.written import (
     Words,
     Written,
     pixtral_patch,
+    write_anyres,
     write_apart,
     write_lines,
     write_merged,
@@ -21,11 +22,14 @@ from megatron_lite.data.images.written import (
     write_patches,
     write_rows,
     write_shaped,
+    write_small,
     write_soft,
     write_square,
     write_tiles,
     write_titled,
 )
+
+Write = Callable[[Config, Processed, Words], Written]
 
 
 class Axes(NamedTuple):
@@ -53,7 +57,7 @@ class ImageKind:
     model_types: tuple[str, ...]
     token_keys: tuple[str, ...]
     """The keys of config.json that may have the token that stands for a part of an image."""
-    write: Callable[[Config, Processed, Words], Written]
+    write: Write
     """Returns the text of an image from (config, the output of the image processor for it, the texts of tokens)."""
     axes: Axes | None = None
     """None if the tokens of images have positions as those of a text."""
@@ -65,6 +69,8 @@ class ImageKind:
     """Returns the layers in which the tokens of an image attend to each other in both directions."""
     stand_in: Callable[[Config], int | None] = lambda config: None
     """Returns the token for which layers with embeddings of their own take each part of an image; None: its own token."""
+    write_beside: Write | None = None
+    """Returns the text of one of several images of a chat; None: as that of a single one, and its pixels are the same too."""
     encoder: str | None = None
     """The model_type of the encoder, if models of the same type have several encoders."""
 
@@ -75,6 +81,10 @@ class ImageKind:
             for keys in (("boi_token_id", "boi_token_index"), ("eoi_token_id", "eoi_token_index"))
         )
         return Words(spell(self.token_of(config)), start, end)
+
+    def writer(self, several: bool) -> Write:
+        """Return `write`, or `write_beside` for one of several images of a chat if this is another function."""
+        return self.write_beside if several and self.write_beside is not None else self.write
 
     def token_of(self, config: Config) -> int:
         """Return the token that stands for each part of an image. Raises CorruptCheckpoint."""
@@ -157,6 +167,12 @@ KINDS: Sequence[ImageKind] = (
     ),
     ImageKind(("llava",), ("image_token_id", "image_token_index"), write_square),
     ImageKind(("llava_next",), ("image_token_id", "image_token_index"), write_next),
+    ImageKind(
+        ("llava_onevision",),
+        ("image_token_id", "image_token_index"),
+        write_anyres,
+        write_beside=write_small,
+    ),
     ImageKind(("internvl",), ("image_token_id",), write_tiles, arguments=_in_tiles),
     ImageKind(
         ("qianfan_ocr",),

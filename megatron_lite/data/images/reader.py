@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -35,6 +35,19 @@ _PATCHES = {
 """Names in preprocessor_config.json -> names in vision_config."""
 
 
+class _Added(NamedTuple):
+    """An image with a number."""
+
+    file: ImageFile
+    size: tuple[int, int]
+    """(width, height)."""
+    grid: Grid
+    where: str
+    """File and line of its record."""
+    several: bool
+    """True if its chat has several images."""
+
+
 class ImageReader:
     """Reads the images of a run. Each image has a number, in the order of `add`."""
 
@@ -52,11 +65,7 @@ class ImageReader:
         """The token that stands for each part of an image."""
         self.keeps_ready = True
         """False if this process doesn't encode images, so that `prepare` has nothing to do."""
-        self._files: list[ImageFile] = []
-        self._sizes: list[tuple[int, int]] = []
-        self._grids: list[Grid] = []
-        self._places: list[str] = []
-        """File and line of each image's record."""
+        self._images: list[_Added] = []
         self._of_size = lru_cache(_KEPT_TEXTS)(self._write_size)
         self._ready: dict[int, Inputs] = {}
 
@@ -70,45 +79,46 @@ class ImageReader:
         return self.kind
 
     def add(
-        self, file: ImageFile, words: Words, where: str = "--finetune-data"
+        self, file: ImageFile, words: Words, where: str = "--finetune-data", several: bool = False
     ) -> tuple[int, Written]:
         """Return the number of an image, and its text. Reads its header alone. Raises BadRecord, UsageError, NotExpressible.
 
         words: the texts of tokens, as `words_of` returns them. where: the image's record, for messages.
+        several: True if its chat has several images.
         """
         size = file.size
-        written = self._sized(file, size, words)
-        self._files.append(file)
-        self._sizes.append(size)
-        self._grids.append(written.grid)
-        self._places.append(where)
-        return len(self._files) - 1, written
+        written = self._sized(file, size, words, several)
+        self._images.append(_Added(file, size, written.grid, where, several))
+        return len(self._images) - 1, written
 
-    def measure(self, file: ImageFile, words: Words) -> Written:
+    def measure(self, file: ImageFile, words: Words, several: bool = False) -> Written:
         """Return the text of an image, without giving it a number. Reads its header alone. Raises as `add` does."""
-        return self._sized(file, file.size, words)
+        return self._sized(file, file.size, words, several)
 
-    def _sized(self, file: ImageFile, size: tuple[int, int], words: Words) -> Written:
+    def _sized(
+        self, file: ImageFile, size: tuple[int, int], words: Words, several: bool
+    ) -> Written:
         """Return the text of an image whose header is read."""
         try:
-            return self._of_size(size, words)
+            return self._of_size(size, words, several)
         except ValueError as error:
             raise _refused(file, error) from error
 
-    def _write_size(self, size: tuple[int, int], words: Words) -> Written:
+    def _write_size(self, size: tuple[int, int], words: Words, several: bool) -> Written:
         """Return an image of a size, without its pixels. Raises UsageError, ValueError for a size that is refused."""
         outline = Outline(
             size=size,
             processor=lambda: self._processor,
             arguments=self.require_kind().arguments(self.config),
-            blank=lambda: self._processed(_blank(size)),
+            blank=lambda: self._processed(_blank(size), several),
         )
-        return self._write(outline, words)
+        return self._write(outline, words, several)
 
-    def _write(self, processed: Processed, words: Words) -> Written:
+    def _write(self, processed: Processed, words: Words, several: bool) -> Written:
         """Return an image in a text from the image processor's output. Raises UsageError."""
+        write = self.require_kind().writer(several)
         try:
-            return self.require_kind().write(self.config, processed, words)
+            return write(self.config, processed, words)
         except KeyError as error:
             raise UsageError(
                 f"{self.directory}: vision_config and the output of {type(self._processor).__name__} lack {error}; expected the "
@@ -117,24 +127,25 @@ class ImageReader:
 
     def tokens(self, number: int) -> int:
         """Return the number of tokens of an image for which the encoder gives vectors."""
-        return self._grids[number].tokens
+        return self._images[number].grid.tokens
 
     def hashed(self, number: int) -> str:
         """Return a hash of an image's file. Raises CorruptCheckpoint for an image that can't be read any more."""
+        image = self._images[number]
         try:
-            return self._files[number].hashed()
+            return image.file.hashed()
         except BadRecord as error:
-            raise CorruptCheckpoint(f"{self._places[number]}: {error}") from error
+            raise CorruptCheckpoint(f"{image.where}: {error}") from error
 
     def trial(self) -> tuple[Inputs, int]:
         """Return the encoder's input for a blank image of the size of the smallest image, and the number of its tokens."""
-        number = min(range(len(self._sizes)), key=lambda number: math.prod(self._sizes[number]))
-        return self._processed(_blank(self._sizes[number])), self.tokens(number)
+        smallest = min(self._images, key=lambda image: math.prod(image.size))
+        return self._processed(_blank(smallest.size), smallest.several), smallest.grid.tokens
 
-    def read(self, file: ImageFile, words: Words) -> tuple[Written, Inputs]:
+    def read(self, file: ImageFile, words: Words, several: bool = False) -> tuple[Written, Inputs]:
         """Return the text of an image, and the encoder's input, without giving it a number. Raises as `add` does."""
-        inputs = self._inputs(file.open(), file)
-        return self._write(inputs, words), inputs
+        inputs = self._inputs(file.open(), file, several)
+        return self._write(inputs, words, several), inputs
 
     @property
     def axes(self) -> Axes | None:
@@ -157,37 +168,43 @@ class ImageReader:
         return self._ready.pop(number, None) or self._read(number)
 
     def _read(self, number: int) -> Inputs:
-        file, size = self._files[number], self._sizes[number]
+        added = self._images[number]
+        file = added.file
         try:
             image = file.open()
-            if image.size != size:
+            if image.size != added.size:
                 raise BadRecord(f"{file}: has had another size at the start of the run")
-            inputs = self._inputs(image, file)
+            inputs = self._inputs(image, file, added.several)
         except BadRecord as error:
-            raise CorruptCheckpoint(f"{self._places[number]}: {error}") from error
-        grid = self._write(inputs, _ANY_WORDS).grid
-        if grid != self._grids[number]:
+            raise CorruptCheckpoint(f"{added.where}: {error}") from error
+        grid = self._write(inputs, _ANY_WORDS, added.several).grid
+        if grid != added.grid:
             raise CorruptCheckpoint(
-                f"{self._places[number]}: {file}: the image processor makes {grid.tokens} tokens of it, and {self.tokens(number)} "
+                f"{added.where}: {file}: the image processor makes {grid.tokens} tokens of it, and {added.grid.tokens} "
                 "of a blank image of its size; expected the same number"
             )
         return inputs
 
-    def _inputs(self, image: Any, file: ImageFile) -> Inputs:
+    def _inputs(self, image: Any, file: ImageFile, several: bool) -> Inputs:
         try:
-            return self._processed(image)
+            return self._processed(image, several)
         except ValueError as error:
             raise _refused(file, error) from error
 
-    def _processed(self, image: Any) -> Inputs:
+    def _processed(self, image: Any, several: bool) -> Inputs:
         """Return the output of the image processor. Raises UsageError, ValueError for an image that it refuses."""
-        processor, arguments = self._processor, self.require_kind().arguments(self.config)
+        processor, kind = self._processor, self.require_kind()
+        arguments = kind.arguments(self.config)
+        is_beside = kind.writer(several) is not kind.write
+        images = [[image, image]] if is_beside else [image]
         try:
-            return dict(processor(images=[image], return_tensors="np", **arguments))
+            output = dict(processor(images=images, return_tensors="np", **arguments))
         except (
             Exception
         ) as error:  # such as an image of one row, or settings that contradict each other
             raise ValueError(str(error)) from error
+        # The second image was there only to make the first one of several.
+        return {name: rows[:1] for name, rows in output.items()} if is_beside else output
 
     @cached_property
     def _processor(self) -> Any:

@@ -4,6 +4,7 @@
 |---|---|
 | Qwen, GLM, LLaVA 1.5 | the token of images, as often as the encoder gives vectors |
 | LLaVA-NeXT | the same, also for a vector at the end of each row of tiles |
+| LLaVA-OneVision | as LLaVA-NeXT; one of several images: the whole image in small alone |
 | InternVL, Qianfan-OCR | `<img>`, the same for all tiles of the image, `</img>` |
 | Gemma 3 | an empty line, `<start_of_image>`, the same, `<end_of_image>`, an empty line |
 | Gemma 4 | `<|image>`, the same, `<image|>` |
@@ -15,6 +16,7 @@
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -76,7 +78,7 @@ def write_merged(config: Config, processed: Processed, words: Words) -> Written:
 
 def write_square(config: Config, processed: Processed, words: Words) -> Written:
     """Return the patches of an image of the one size that the encoder takes. `full` adds the token of the class."""
-    side = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+    side = _patches_of_side(config)
     is_full = config.get("vision_feature_select_strategy", "default") == "full"
     return _run(Grid(1, 1, side * side + is_full), words.image)
 
@@ -86,18 +88,47 @@ def write_next(config: Config, processed: Processed, words: Words) -> Written:
 
     Source: LlavaNextProcessor of transformers 5.24.
     """
-    from transformers.image_processing_utils import select_best_resolution
-
-    size, patch = config["vision_config"]["image_size"], config["vision_config"]["patch_size"]
-    height, width = (int(length) for length in processed["image_sizes"][0])
-    fitted = select_best_resolution((height, width), config["image_grid_pinpoints"])
-    rows, columns = (length // size * (size // patch) for length in fitted)
-    if width / height > columns / rows:
-        rows = _without_padding(rows, height * (columns / width))
-    else:
-        columns = _without_padding(columns, width * (rows / height))
+    rows, columns = _patches_of_tiles(config, processed)
     whole = write_square(config, processed, words).grid.tokens
     return _run(Grid(1, 1, whole + rows * (columns + 1)), words.image)
+
+
+def write_anyres(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the same for LLaVA-OneVision, which scales the patches of the tiles down if there are too many.
+
+    Source: LlavaOnevisionProcessor of transformers 5.24.
+    """
+    rows, columns = _patches_of_tiles(config, processed)
+    side = _patches_of_side(config)
+    most_tiles = int(config.get("vision_aspect_ratio", "anyres_max_9").removeprefix("anyres_max_"))
+    ratio = math.sqrt(rows * columns / (most_tiles * side**2))
+    if ratio > 1.1:
+        rows, columns = int(rows // ratio), int(columns // ratio)
+    return _run(Grid(1, 1, side**2 + rows * (columns + 1)), words.image)
+
+
+def write_small(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the whole image in small, with one more vector at its end."""
+    return _run(Grid(1, 1, _patches_of_side(config) ** 2 + 1), words.image)
+
+
+def _patches_of_side(config: Config) -> int:
+    """Return the number of patches on a side of the square that the encoder takes."""
+    side: int = config["vision_config"]["image_size"] // config["vision_config"]["patch_size"]
+    return side
+
+
+def _patches_of_tiles(config: Config, processed: Processed) -> tuple[int, int]:
+    """Return the (rows, columns) of patches of all tiles of an image, without their padding."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    side = _patches_of_side(config)
+    height, width = (int(length) for length in processed["image_sizes"][0])
+    fitted = select_best_resolution((height, width), config["image_grid_pinpoints"])
+    rows, columns = (length // config["vision_config"]["image_size"] * side for length in fitted)
+    if width / height > columns / rows:
+        return _without_padding(rows, height * (columns / width)), columns
+    return rows, _without_padding(columns, width * (rows / height))
 
 
 def _without_padding(patches: int, image: float) -> int:

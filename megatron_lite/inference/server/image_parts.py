@@ -34,22 +34,22 @@ def with_pictures(
 
     messages: an image is a part {"type": "image", "image": ImageFile}.
     """
-    pictures: list[Picture] = []
+    files: list[ImageFile] = []
     made = []
     for message in messages:
         content = message["content"]
         if not isinstance(content, str):
-            content = [_part(part, images, pictures) for part in content]
+            content = [_part(part, files) for part in content]
         made.append({**message, "content": content})
-    return made, tuple(pictures)
+    try:
+        return made, tuple(images.add(file, several=len(files) > 1) for file in files)
+    except UsageError as error:
+        raise Refused(str(error), FIELD) from error
 
 
-def _part(part: Message, images: Images, into: list[Picture]) -> Message:
+def _part(part: Message, into: list[ImageFile]) -> Message:
     """Return a part for the template. Add its image, if it has one."""
     if part["type"] != "image":
         return part
-    try:
-        into.append(images.add(part["image"]))
-    except UsageError as error:
-        raise Refused(str(error), FIELD) from error
+    into.append(part["image"])
     return {"type": "image"}

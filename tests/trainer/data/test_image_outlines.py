@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.outlines import WITHOUT_PIXELS, Outline
 from megatron_lite.data.images.reader import ImageReader
-from megatron_lite.data.images.written import Words
+from megatron_lite.data.images.written import Words, write_anyres
 from tests.trainer.multimodal import create, write_chats
 
 PIL_Image = pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -77,13 +77,41 @@ def test_a_scaled_size_is_that_of_the_processed_pixels() -> None:
 
 
 @pytest.mark.oracle
-def test_a_size_before_scaling_is_that_of_the_processed_pixels() -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("LlavaNextImageProcessorPil", {"size": {"shortest_edge": 16}, "crop_size": 16}),
+        ("LlavaOnevisionImageProcessorPil", {"size": {"height": 16, "width": 16}}),
+    ],
+)
+def test_a_size_before_scaling_is_that_of_the_processed_pixels(
+    name: str, settings: Mapping[str, Any]
+) -> None:
     import transformers
 
-    processor = transformers.LlavaNextImageProcessorPil(
-        size={"shortest_edge": 16}, crop_size=16, image_grid_pinpoints=[[32, 16], [16, 32]]
-    )
+    tiles = [[32, 16], [16, 32]]
+    processor = getattr(transformers, name)(**settings, image_grid_pinpoints=tiles)
     assert_computed_as_processed("image_sizes", processor)
+
+
+@pytest.mark.oracle
+def test_the_tokens_of_many_sizes_are_those_of_llava_onevision() -> None:
+    """With the sizes of published models. The patches of large images are scaled down."""
+    import transformers
+
+    images = transformers.LlavaOnevisionImageProcessorPil()
+    processor = object.__new__(transformers.LlavaOnevisionProcessor)
+    fields = {"num_image_tokens": 729, "vision_aspect_ratio": "anyres_max_9"}
+    vars(processor).update(**fields, image_processor=images)
+    config = {
+        "vision_config": {"image_size": 384, "patch_size": 14},
+        "image_grid_pinpoints": images.image_grid_pinpoints,
+    }
+    random = np.random.default_rng(0)
+    for height, width in random.integers(20, 5000, (200, 2)).tolist():
+        expected = processor._get_number_of_features(height, width, 384, 384)
+        written = write_anyres(config, {"image_sizes": [(height, width)]}, Words("-", "", ""))
+        assert written.grid.tokens == expected, (height, width)
 
 
 @pytest.mark.oracle

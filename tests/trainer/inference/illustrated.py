@@ -56,7 +56,8 @@ def in_layout(
     if rank:
         model.follow()
     else:
-        pictures = [images.add(ImageFile(directory / "data" / name)) for name in NAMES]
+        files = [ImageFile(directory / "data" / name) for name in NAMES]
+        pictures = [images.add(file, several=True) for file in files]
         prompt = encode_chat(tokenizer, PROMPT, pictures=pictures)
         slot, end = model.slots - 1, len(prompt)
         found = [model.extend([Feed(0, 0, (72, 73)), Feed(slot, 0, prompt)])[1]]

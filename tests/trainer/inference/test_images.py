@@ -32,7 +32,7 @@ from megatron_lite.inference.slots import Feed
 from megatron_lite.objectives.image_encoder import ImageEncoder
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
-from tests.trainer.image_texts import arguments_of, texts_of
+from tests.trainer.image_texts import processed_by, texts_of
 from tests.trainer.inference.illustrated import FOLLOWING, NAMES, PROMPT, in_layout
 from tests.trainer.inference.models import tiny
 from tests.trainer.inference.serving import ForkedServing
@@ -75,8 +75,7 @@ def arguments_of_transformers(
     own_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     processor = transformers.AutoImageProcessor.from_pretrained(hf)
     images = [Image.open(directory / "data" / name) for name in names]
-    given = arguments_of(kind, transformers)
-    arguments = dict(processor(images=images, return_tensors="pt", **given))
+    arguments = processed_by(kind, processor, images, transformers)
     text = own_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
     written = texts_of(kind, transformers, arguments, WORD)
@@ -104,7 +103,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     write_chats(directory / "data")
     ids, logits = of_transformers(request.param, directory)
     opened = opened_model(directory / "hf")
-    pictures = [opened.images.add(ImageFile(directory / "data" / name)) for name in NAMES]
+    files = [ImageFile(directory / "data" / name) for name in NAMES]
+    pictures = [opened.images.add(file, several=True) for file in files]
     prompt = encode_chat(opened.tokenizer, PROMPT, pictures=pictures)
     return Case(opened, prompt, ids, logits, pictures)
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megaconv
-from tests.trainer.image_texts import arguments_of, texts_of
+from tests.trainer.image_texts import processed_by, texts_of
 from tests.trainer.loop.launches import launch, metrics, train
 from tests.trainer.loop.whole_models import WORD, assert_weights, learn, load_whole
 from tests.trainer.multimodal import MODELS, PLACEHOLDERS, chats, create, token, write_chats
@@ -53,8 +53,7 @@ def examples(kind: str, directory: Path) -> Iterator[Example]:
         arguments: dict[str, Any] = {}
         if names:
             images = [Image.open(directory / "data" / name) for name in names]
-            given = arguments_of(kind, transformers)
-            arguments = dict(processor(images=images, return_tensors="pt", **given))
+            arguments = processed_by(kind, processor, images, transformers)
             first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
             written = texts_of(kind, transformers, arguments, WORD)
             text = first + "".join(map("".join, zip(written, others, strict=True)))
@@ -127,6 +126,7 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         *("qwen3_vl", "internvl", "gemma3", "gemma4_small"),
         pytest.param("gemma4_unified", marks=pytest.mark.slow),
         pytest.param("aya_vision", marks=pytest.mark.slow),
+        pytest.param("llava_onevision", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:

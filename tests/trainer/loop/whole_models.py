@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import megaconv
-from tests.trainer.image_texts import arguments_of, texts_of
+from tests.trainer.image_texts import processed_by, texts_of
 from tests.trainer.multimodal import PLACEHOLDERS, token
 
 WORD = "<|image_pad|>"
@@ -60,8 +60,7 @@ class OfTransformers:
         arguments: dict[str, Any] = {}
         if names:
             images = [Image.open(self._data / name) for name in names]
-            given = arguments_of(self._kind, self._transformers)
-            arguments = dict(self._processor(images=images, return_tensors="pt", **given))
+            arguments = processed_by(self._kind, self._processor, images, self._transformers)
             first, *others = text.split(PLACEHOLDERS.get(self._kind, WORD))
             written = texts_of(self._kind, self._transformers, arguments, WORD)
             text = first + "".join(map("".join, zip(written, others, strict=True)))

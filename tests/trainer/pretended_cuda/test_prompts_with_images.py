@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
+from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.written import Grid, Written
 from megatron_lite.engine import Engine
@@ -36,7 +37,13 @@ class SmallGallery:
         vectors = [torch.randn(layers, grid.tokens, hidden) for grid in GRIDS]
         self._pictures = [
             Picture(
-                number, Written("", grid), each.to(device), is_whole=False, token=0, placeholder=""
+                ImageFile(b""),
+                number,
+                Written("", grid),
+                each.to(device),
+                is_whole=False,
+                token=0,
+                placeholder="",
             )
             for number, (grid, each) in enumerate(zip(GRIDS, vectors, strict=True))
         ]
