@@ -50,7 +50,7 @@ class AdapterStart:
     progress: Progress = Progress()  # noqa: RUF009  # frozen
     place: Path | None = None
     base: str | None = None
-    """The path of the base model, as the continued run spelled it; of an adapter in files, only if it is another one."""
+    """The base that an adapter of --lora-load names, if it is another one than --load."""
     dtype: str | None = None
     """The compute dtype of the continued run, or None if its state does not record one."""
 
@@ -141,7 +141,7 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
             tensors[Key(name, slot)] = tensor
     else:
         progress = Progress(**{**asdict(progress), "engine": None})
-    return AdapterStart(read.options, tensors, progress, version, base, dtype)
+    return AdapterStart(read.options, tensors, progress, version, dtype=dtype)
 
 
 def start_adapters(

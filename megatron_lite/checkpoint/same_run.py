@@ -1,6 +1,7 @@
 """Checks that a run continues one of its own kind: the same model and objective, and adapters only if it trains adapters.
 
-`finetune MODEL DATA` resumes without being asked to, and names its model and objective each time.
+`finetune MODEL DATA` resumes without being asked to, and names its model and objective each time. They are checked.
+Adapters belong to their base. For runs that train them, the start is checked in any case.
 """
 
 from collections.abc import Mapping
@@ -38,9 +39,9 @@ def check_same_run(settings: Settings, saved: str, before: Mapping[str, Any]) ->
 
 
 def check_same_start(settings: Settings, saved: str, before: str | None) -> None:
-    """Check MODEL. before: the start of the run in `saved`, None for random weights. Raises UsageError."""
+    """Check the start, MODEL or --load. before: that of the run in `saved`, None for random weights. Raises UsageError."""
     load = settings.checkpointing.load
-    if settings.logging.guide and _last_name(before) != _last_name(load):
+    if _last_name(before) != _last_name(load):
         begin = "random weights" if before is None else before
         raise UsageError(
             f"--save {saved}: holds a run that started from {begin}, not from {load}; {_REMEDY}"

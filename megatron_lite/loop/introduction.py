@@ -162,7 +162,7 @@ def _introduce_adapters(run: Run, start: AdapterStart) -> None:
     notices = notice_of_peft(run.config, adapted), notice_of_rows(run.config, start.options)
     for notice in filter(None, notices):
         run.say(f"note: {notice}")
-    if start.base is not None and start.base != load:
+    if start.base is not None:
         run.say(f"warning: the adapter was trained on {start.base}, but --load is {load}")
 
 
@@ -184,7 +184,7 @@ def _introduce_rows(run: Run, options: LoRA, tokenizer: Tokenizer) -> None:
 
 
 def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
-    """Print choices that no flag made."""
+    """Print choices that no flag made, and a flag without effect."""
     settings, seq = run.settings, run.sizes.seq
     if settings.training.seq_length is None and seq < run.config.max_positions:
         run.say(
@@ -194,6 +194,12 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
         run.say(f"without a tokenizer: data are token ids below {tokenizer.vocab_size}")
     if start is None and settings.checkpointing.load is not None:
         run.say(f"no checkpoint in {settings.checkpointing.load} yet: starting from random weights")
+    optimizer = settings.optimizer
+    narrows = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype} != {"fp32"}
+    if optimizer.use_precision_aware_optimizer and not narrows:
+        run.say(
+            "note: --use-precision-aware-optimizer alone changes nothing; add --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16"
+        )
 
 
 def _mention_precision(run: Run, former_dtype: str) -> None:

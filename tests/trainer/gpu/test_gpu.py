@@ -65,7 +65,7 @@ def test_compiled_layers_train_as_others_do(model: str) -> None:
     assert losses(compiled, GPU) == pytest.approx(losses(Case(model), GPU), rel=1e-4)
 
 
-DRAWN = ("dropout", "lora")
+DRAWN = ("dropout", "lora", "dora, dropout")
 """Options with random numbers. A GPU draws others."""
 
 

@@ -233,6 +233,20 @@ def test_a_run_of_adapters_is_not_continued_without_their_rank(tmp_path: Path) -
     assert "continuing after step 1, 4 samples" in again.log(0)
 
 
+def test_a_run_of_adapters_is_not_continued_with_another_base(tmp_path: Path) -> None:
+    """It went on with a warning, and its next checkpoint named the other base."""
+    train(tmp_path, 1, f"{FRESH} --train-iters 1 --save ckpt")
+    shutil.copytree(BASE, tmp_path / "other")
+    resumed = f"{FRESH} --train-iters 2 --save ckpt --resume"
+    words = f"--save ckpt: holds a run that started from {BASE}, not from other; choose another directory for --save"
+    assert words in refused(tmp_path, resumed.replace(str(BASE), "other"))
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "other").rename(tmp_path / "moved" / "base")
+    log = train(tmp_path, 1, resumed.replace(str(BASE), "moved/base")).log(0)
+    assert "continuing after step 1, 4 samples" in log
+    assert "warning" not in log
+
+
 def test_a_base_is_needed_and_another_runs_checkpoint_is_kept(tmp_path: Path) -> None:
     without = WORDS.replace(f"--load {BASE} ", "")
     assert "--lora-rank needs --load" in refused(

@@ -158,8 +158,8 @@ CASES = [
     Case("llama-tied-whole", tp=2, pp=2),
     Case("llama-rows", tp=2, dp=2, distributed=True),
     Case("llama-tied-rows", tp=2, pp=2, sequence_parallel=True),
-    Case("llama-dora"),
     Case("llama-dora", tp=2, dp=2, sequence_parallel=True, distributed=True),
+    Case("llama-dora"),
 ]
 FURTHER = [
     Case("llama-all-linear"),

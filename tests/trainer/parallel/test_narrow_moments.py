@@ -20,6 +20,7 @@ BOTH = ("bfloat16", "bfloat16")
 FLAGS = (
     "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
 )
+ALONE = "--use-precision-aware-optimizer alone changes nothing"
 
 
 @pytest.mark.parametrize("dtypes", [BOTH, ("bfloat16", "float32")], ids=["both", "first"])
@@ -94,6 +95,7 @@ def test_a_run_goes_on_with_the_same_bits(form: str, tmp_path: Path) -> None:
     """Checkpoints hold the moments in float32, which rounds nothing."""
     words = f"pretrain {LLAMA} {FLAGS} --bf16 --ckpt-format {form} --save ckpt --train-iters 4"
     whole = train(tmp_path / "whole", 1, words).log(0)
+    assert ALONE not in whole
     assert "14.00 bytes each with gradients and optimizer" in whole
     train(tmp_path / "parts", 1, f"{words} --exit-interval 2")
     train(tmp_path / "parts", 1, f"{words} --resume")
@@ -101,6 +103,13 @@ def test_a_run_goes_on_with_the_same_bits(form: str, tmp_path: Path) -> None:
         [line["loss"] for line in metrics(tmp_path / name)] for name in ("parts", "whole")
     )
     assert found == expected
+
+
+def test_a_line_says_that_the_flag_alone_changes_nothing(tmp_path: Path) -> None:
+    words = f"pretrain {LLAMA} --bf16 --train-iters 2 --use-precision-aware-optimizer"
+    log = train(tmp_path, 1, words).log(0)
+    assert f"note: {ALONE}; add --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16\n" in log
+    assert "18.00 bytes each with gradients and optimizer" in log
 
 
 @pytest.mark.parametrize(

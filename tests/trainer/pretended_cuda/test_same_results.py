@@ -25,7 +25,8 @@ PADDED = (
 )
 DROPOUT = (("hidden_dropout", 0.1), ("attention_dropout", 0.1))
 LORA = LoRA(rank=2, alpha=4.0, dropout=0.2)
-LORA_OF_EXPERTS = LoRA(rank=2, alpha=4.0)
+PLAIN_LORA = LoRA(rank=2, alpha=4.0)
+DORA = LoRA(rank=2, alpha=4.0, dora=True)
 LAYERS = 4
 
 
@@ -91,21 +92,27 @@ FURTHER = {
         Case("mixtral", options=(BF16, PADDED, ("dispatcher", "allgather")))
     ),
     "experts, padded, with adapters": Option(
-        Case("mixtral", options=(PADDED, ("lora", LORA_OF_EXPERTS)))
+        Case("mixtral", options=(PADDED, ("lora", PLAIN_LORA)))
     ),
     "fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="tensorwise"))))),
     "delayed fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="delayed"))))),
     "dropout": Option(Case("qwen3", recompute=FULL, options=DROPOUT)),
     "moments in bf16": Option(Case("llama", moments=("bfloat16", "bfloat16"), options=(BF16,))),
     "lora": Option(Case("llama", options=(("lora", LORA),))),
+    "dora": Option(Case("qwen3", options=(("lora", DORA),))),
+    "dora in bf16": Option(Case("gpt2", recompute=FULL, options=(BF16, ("lora", DORA)))),
+    "dora, dropout": Option(Case("llama", options=(("lora", replace(DORA, dropout=0.2)),))),
     "lora, rows of tokens": Option(
         Case(
             "qwen3",
-            options=(BF16, ("lora", replace(LORA, rows=((EMBEDDING, (3, 9)), (HEAD, (3, 9)))))),
+            options=(
+                BF16,
+                ("lora", replace(PLAIN_LORA, rows=((EMBEDDING, (3, 9)), (HEAD, (3, 9))))),
+            ),
         )
     ),
     "lora, embedding and head whole": Option(
-        Case("qwen3", options=(BF16, ("lora", replace(LORA, whole=(EMBEDDING, HEAD)))))
+        Case("qwen3", options=(BF16, ("lora", replace(PLAIN_LORA, whole=(EMBEDDING, HEAD)))))
     ),
     "clipped scores": Option(
         Case("qwen3", kind="muon", masked=False, qk_clip=QkClip(threshold=0.5)), waits=2

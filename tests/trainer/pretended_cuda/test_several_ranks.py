@@ -5,7 +5,7 @@ import pytest
 from tests.trainer.parallel.small import FULL, Case
 from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.pretended_cuda.steps import Steps, take_steps
-from tests.trainer.pretended_cuda.test_same_results import BF16, PADDED, require_same
+from tests.trainer.pretended_cuda.test_same_results import BF16, DORA, PADDED, require_same
 
 RING, GATHER, HEADS = (("context", how) for how in ("p2p", "all_gather", "a2a"))
 
@@ -15,6 +15,7 @@ QUICK = [
     Case("qwen3", cp=2, options=(BF16, RING)),
     Case("mixtral", dp=2, ep=2, distributed=True, kind="muon", options=(BF16,)),
     Case("llama", dp=2, distributed=True, zero=3, recompute=FULL),
+    Case("llama", tp=2, sequence_parallel=True, options=(("lora", DORA),)),
 ]
 GRID = [
     Case("qwen3", tp=2),
