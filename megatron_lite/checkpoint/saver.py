@@ -94,6 +94,15 @@ class Saver:
             if _PARTIAL.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
 
+    def remove_older(self, newest: int) -> None:
+        """Remove iterations beyond --keep-last. It waits for the save that is in progress. Does nothing on other ranks than 0.
+
+        newest: the last iteration. A run that was killed just after its last save has left one too many.
+        """
+        self.finish()
+        if self.rank == 0:
+            self._prune(newest)
+
     def _try_to_write(self, snapshot: Snapshot) -> None:
         try:
             self._copies.wait()
@@ -173,11 +182,12 @@ class Saver:
         for name, content in self.sidecars.items():
             _replace(self.root / SIDECARS / name, content)
         _replace(self.root / rank_files.TRACKER, str(snapshot.iteration).encode())
-        if self.keep_last is not None:
-            self._prune(snapshot.iteration)
+        self._prune(snapshot.iteration)
 
     def _prune(self, newest: int) -> None:
-        assert self.keep_last is not None
+        """Delete the oldest iterations beyond --keep-last. newest: the last iteration."""
+        if self.keep_last is None:
+            return
         older: list[int] = []
         for path in self.root.iterdir():
             number = number_of(path.name)

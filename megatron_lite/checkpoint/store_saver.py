@@ -106,8 +106,7 @@ class StoreSaver(Saver):
         for name, content in self.sidecars.items():
             self._put(f"{SIDECARS}/{name}", content)
         self._put(rank_files.TRACKER, str(snapshot.iteration).encode())
-        if self.keep_last is not None:
-            self._prune_store(snapshot.iteration)
+        self._prune(snapshot.iteration)
 
     def _remove_earlier(self, version: str, replaced: Iterable[str]) -> None:
         """Delete an earlier save of this iteration, but for the files that the new one replaces.
@@ -142,9 +141,10 @@ class StoreSaver(Saver):
     def _put(self, name: str, content: bytes) -> None:
         self.store.put(f"{self.prefix}/{name}", content)
 
-    def _prune_store(self, newest: int) -> None:
-        """Delete the oldest iterations."""
-        assert self.keep_last is not None
+    def _prune(self, newest: int) -> None:
+        """See Saver._prune."""
+        if self.keep_last is None:
+            return
         older: dict[int, list[str]] = {}
         for each in self.store.listing(f"{self.prefix}/").objects:
             version = each.key.removeprefix(f"{self.prefix}/").partition("/")[0]

@@ -48,7 +48,10 @@ def _require_space(root: Path, needed: int) -> None:
 def save(run: Run) -> None:
     """Save a checkpoint unless this iteration is saved already."""
     iteration = run.progress.iteration
-    if run.saver is None or run.saved == iteration:
+    if run.saver is None:
+        return
+    if run.saved == iteration:
+        run.saver.remove_older(iteration)
         return
     begun = time.perf_counter()
     saving = run.settings.checkpointing

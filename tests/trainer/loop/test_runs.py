@@ -74,6 +74,16 @@ def test_a_run_that_is_killed_and_started_again_gives_the_bits_of_one_that_was_n
     ]  # fmt: skip
 
 
+def test_iterations_that_a_killed_run_has_left_are_removed_by_one_that_has_no_step_to_make(
+    tmp_path: Path,
+) -> None:
+    """As if it had been killed between its last save and the removal of an older one."""
+    train(tmp_path, 1, COMMAND.replace("--keep-last 2 ", ""))
+    train(tmp_path, 1, COMMAND)
+    kept = sorted(path.name for path in (tmp_path / "ckpt").iterdir() if path.is_dir())
+    assert kept == ["hf", "iter_0000007", "iter_0000008"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", range(50))
 def test_a_run_may_be_killed_at_any_moment(
