@@ -16,6 +16,7 @@ from megaconv.errors import TensorMismatch, UsageError
 from megaconv.extras import require_transformers
 from megatron_lite.data.images.reader import Inputs
 from megatron_lite.models.moving import moved
+from megatron_lite.objectives.image_borders import with_borders
 
 _EXPECTED = "expected the model's own config.json and preprocessor_config.json"
 
@@ -118,9 +119,13 @@ class ImageEncoder:
         arguments = {name: self._joined(images, name) for name in self._taken(images[0])}
         output = self._model.get_image_features(**arguments)
         further = getattr(output, "deepstack_features", None) or ()
+        borders = getattr(output, "visual_indicator_features", None)
+        parts = output.pooler_output
+        if borders is not None:
+            parts = with_borders(parts, borders, [image["grids"][0] for image in images])
         # Each entry has one tensor for each image.
         return Features(
-            torch.cat(tuple(output.pooler_output)),
+            torch.cat(tuple(parts)),
             tuple(torch.cat(tuple(each)) for each in further),
         )
 

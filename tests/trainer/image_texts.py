@@ -34,6 +34,9 @@ def image_processor(kind: str, transformers: Any) -> Any:
         return transformers.LlavaNextImageProcessorPil(
             size={"shortest_edge": 16}, crop_size=side, image_grid_pinpoints=tiles
         )
+    if kind == "ovis2":
+        side = {"height": 16, "width": 16}
+        return transformers.Ovis2ImageProcessorPil(size=side, max_patches=4, crop_to_patches=True)
     if kind == "llava_onevision":
         tiles = [[rows * 16, columns * 16] for rows in (1, 2, 3) for columns in (1, 2, 3)]
         return transformers.LlavaOnevisionImageProcessorPil(
@@ -185,6 +188,10 @@ def texts_of(
         }
         processor = _without_parts(getattr(transformers, TEXTS_OF_GEMMA_4[kind]), **words)
         return _written(processor, processed, len(processed["num_soft_tokens_per_image"]))
+    if kind == "ovis2":
+        processor = _without_parts(transformers.Ovis2Processor, image_seq_length=4)
+        texts = _written(processor, processed, len(processed["grids"]))
+        return [text.replace("<IMG_ATOM>", word) for text in texts]
     if kind == "llava_onevision":
         fields = {
             "image_token": word, "num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_2",

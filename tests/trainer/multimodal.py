@@ -23,7 +23,12 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-PLACEHOLDERS = {"gemma3": START, "aya_vision": "<image>", "qianfan_ocr": "<image>"}
+PLACEHOLDERS = {
+    "gemma3": START,
+    "aya_vision": "<image>",
+    "qianfan_ocr": "<image>",
+    "ovis2": "<image>",
+}
 """Models whose template writes another token for an image than the one that its encoder's vectors replace."""
 SIZES = ((56, 40), (24, 24), (64, 32), (33, 47))
 """(width, height) of the images of the chats."""

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.trainer.special_tokens import START, token
+from tests.trainer.special_tokens import BORDERS, START, token
 
 TEXT: Mapping[str, Any] = {
-    "vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 296, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
 }  # fmt: skip
@@ -297,7 +297,7 @@ def _gemma4(transformers: Any, joint: str | None = "vision", **more: Any) -> tup
 def _gemma4_small(transformers: Any) -> tuple[Any, Any]:
     inputs = {
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 288,
+        "vocab_size_per_layer_input": 296,
         "num_kv_shared_layers": 2,
     }
     return _gemma4(transformers, joint=None, **inputs)
@@ -338,6 +338,21 @@ def _aya_vision(transformers: Any) -> tuple[Any, Any]:
         "logit_scale": 1.0,
     }
     return transformers.AyaVisionConfig, {"text_config": text, "vision_config": _SIGLIP}
+
+
+def _ovis2(transformers: Any) -> tuple[Any, Any]:
+    """A tile has 4 x 4 patches, of which 2 x 2 make a vector."""
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+        "hidden_stride": 2, "vocab_size": 40,
+    }  # fmt: skip
+    same = {name: TEXT[name] for name in ("hidden_size", "vocab_size")}
+    return transformers.Ovis2Config, {
+        **same,
+        "text_config": {**TEXT, "model_type": "qwen2"},
+        "vision_config": vision,
+        "visual_indicator_token_ids": [token(name) for name in BORDERS],
+    }
 
 
 def _cohere2_vision(transformers: Any) -> tuple[Any, Any]:
@@ -389,6 +404,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "aya_vision": _aya_vision,
     "cohere2_vision": _cohere2_vision,
     "llava_onevision": _llava_onevision,
+    "ovis2": _ovis2,
 }
 WITHOUT_VIDEOS = (
     "lfm2_vl",
@@ -406,5 +422,6 @@ WITHOUT_VIDEOS = (
     "qianfan_ocr",
     "aya_vision",
     "cohere2_vision",
+    "ovis2",
 )
 """Models whose configuration has no token for videos."""

@@ -15,6 +15,7 @@ from megatron_lite.data.images.written import (
     pixtral_patch,
     write_anyres,
     write_apart,
+    write_bordered,
     write_lines,
     write_merged,
     write_next,
@@ -181,6 +182,7 @@ KINDS: Sequence[ImageKind] = (
         arguments=_in_tiles,
         placeholder=_of_text,
     ),
+    ImageKind(("ovis2",), ("image_token_id",), write_bordered, placeholder=_of_text),
     ImageKind(
         ("aya_vision",),
         ("image_token_id", "image_token_index"),

@@ -85,6 +85,17 @@ def tiles_of(processor: Any, width: int, height: int, arguments: Arguments) -> A
     return [processor.get_number_of_image_patches(height, width, dict(arguments))]
 
 
+def grids_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the rows and columns of tiles of Ovis2's processor, [(rows, columns)]."""
+    fit = _function("get_min_tile_covering_grid", processor)
+    if fit is None or not processor.use_covering_area_grid:
+        return None
+    if not processor.crop_to_patches or processor.max_patches < 2:
+        return [(1, 1)]
+    columns, rows = fit((height, width), processor.size["height"], processor.max_patches)
+    return [(rows, columns)]
+
+
 def rows_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
     """Return the rows of tiles of SmolVLM's and Idefics3's processors, [[rows]]."""
     return _rows_and_columns(processor, width, height, arguments)[0]
@@ -146,6 +157,7 @@ def size_of(processor: Any, width: int, height: int, arguments: Arguments) -> An
 WITHOUT_PIXELS: Mapping[str, Callable[[Any, int, int, Arguments], Any]] = {
     "image_grid_thw": grid_of,
     "num_patches": tiles_of,
+    "grids": grids_of,
     "image_sizes": size_of,
     "rows": rows_of,
     "cols": columns_of,

@@ -11,6 +11,7 @@
 | SmolVLM, Idefics3 | for each tile `<fake_token_around_image>`, `<row_1_col_1>` and the same; at last `<global-img>` with the whole image |
 | LFM2-VL | `<|image_start|>`, for each tile `<|img_row_1_col_1|>` and the same, `<|img_thumbnail|>` with the whole image, `<|image_end|>` |
 | LightOnOCR | the same |
+| Ovis2 | the token of images, also for the vectors around and between the tiles |
 | Aya Vision | `<|START_OF_IMG|>`, for each tile `TILE_1` and the same, `TILE_GLOBAL` with the whole image, `<|END_OF_IMG|>` |
 | Command A Vision | `<|START_OF_IMG|>`, the same for each tile and for the whole image, each with `<|IMG_LINE_BREAK|>`, `<|END_OF_IMG|>` |
 | Mistral 3, Pixtral | the same with `[IMG_BREAK]` after each row, and `[IMG_END]` after the last |
@@ -142,8 +143,7 @@ def _without_padding(patches: int, image: float) -> int:
 
 def write_tiles(config: Config, processed: Processed, words: Words) -> Written:
     """Return the tiles of an image, the last of which is the whole image in small."""
-    vision = config["vision_config"]
-    side = _first(vision.get("image_size", 448)) // _first(vision.get("patch_size", 14))
+    side = _patches_across(config["vision_config"], image_size=448, patch_size=14)
     of_tile = int(side * config.get("downsample_ratio", 0.5)) ** 2
     tokens = of_tile * int(processed["num_patches"][0])
     return _counted(f"<img>{words.image * tokens}</img>", words)
@@ -165,10 +165,22 @@ def write_lines(config: Config, processed: Processed, words: Words) -> Written:
 
 def _merged_tile(config: Config, words: Words) -> str:
     """Return the tokens of a tile that SigLIP reads, of which squares of patches are merged."""
-    vision = config["vision_config"]
-    side = vision.get("image_size", 224) // vision.get("patch_size", 16)
+    side = _patches_across(config["vision_config"], image_size=224, patch_size=16)
     tokens: int = (side // config.get("downsample_factor", 2)) ** 2
     return words.image * tokens
+
+
+def write_bordered(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the whole image in small and its tiles, with the vectors that the encoder puts around and between them.
+
+    transformers' processor writes tokens of their own for the latter, whose embeddings the model replaces too.
+    """
+    rows, columns = (int(count) for count in processed["grids"][0])
+    vision, tiles = config["vision_config"], rows * columns
+    side = _patches_across(vision, image_size=224, patch_size=14) // vision.get("hidden_stride", 1)
+    with_whole = tiles + 1 if tiles > 1 else 1
+    around, between = 3, tiles - 1
+    return _run(Grid(1, 1, with_whole * side**2 + around + between), words.image)
 
 
 def write_rows(config: Config, processed: Processed, words: Words) -> Written:
@@ -235,6 +247,12 @@ def pixtral_patch(config: Config) -> int:
     merge: int = config.get("spatial_merge_size", 1)
     patch: int = config["vision_config"].get("patch_size", 16)
     return patch * merge
+
+
+def _patches_across(vision: Config, image_size: int, patch_size: int) -> int:
+    """Return the number of patches on a side of a tile. image_size, patch_size: for a config.json without them."""
+    pixels = _first(vision.get("image_size", image_size))
+    return pixels // _first(vision.get("patch_size", patch_size))
 
 
 def _first(size: Any) -> int:

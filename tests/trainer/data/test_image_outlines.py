@@ -128,6 +128,17 @@ def test_rows_and_columns_are_those_of_the_processed_pixels(name: str, splits: b
 
 
 @pytest.mark.oracle
+@pytest.mark.parametrize("crops", [True, False])
+def test_grids_of_tiles_are_those_of_the_processed_pixels(crops: bool) -> None:
+    import transformers
+
+    processor = transformers.Ovis2ImageProcessorPil(
+        size={"height": 16, "width": 16}, max_patches=6, crop_to_patches=crops
+    )
+    assert_computed_as_processed("grids", processor)
+
+
+@pytest.mark.oracle
 def test_soft_tokens_are_those_of_the_processed_pixels() -> None:
     import transformers
 
