@@ -27,6 +27,8 @@ class LayerAdapters:
     """Outputs with DoRA of the matrices that tensor ranks shard by columns."""
     scaled_sums: int = 0
     """The same for other matrices, whose outputs are for the rank's own tokens."""
+    lengths: int = 0
+    """Rows with DoRA of the matrices that tensor ranks shard by rows: a pass sums the squares of their lengths."""
     copied: int = 0
     """Elements of the A matrices, which a pass keeps once more side by side."""
     dropped: int = 0

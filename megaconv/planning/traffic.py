@@ -205,7 +205,9 @@ def of_layer(run: Run, kind: LayerKind, tokens: int, forward: int) -> Iterator[C
 
 
 def _of_adapters(run: Run, found: LayerAdapters, tokens: int, forward: int) -> Iterator[Counted]:
-    """Yield the traffic of a layer's adapters: the numbers between A and B."""
+    """Yield the traffic of a layer's adapters: the numbers between A and B, and float32 lengths of rows with DoRA."""
+    if found.lengths:
+        yield "tp", "all_reduce", FLOAT32 * found.lengths * forward
     columns = tokens * found.columns * run.itemsize
     rows = tokens * found.rows * run.itemsize
     if run.sequence:

@@ -84,7 +84,7 @@ def planned_adapters(
         ]
         yield PlannedAdapter(int(layer[1]), path, shares, sharding, tuple(found))
     if lora.dora:
-        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()), trains=True)
+        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()))
 
 
 def _takes_adapter(own: ParameterInfo) -> bool:
@@ -127,8 +127,10 @@ def layer_adapters(adapters: Iterable[PlannedAdapter], lora: LoRA) -> LayerAdapt
             sizes["dense"] += count
             sizes[_FIELDS[adapter.sharding]] += numbers
             dropped += width
-            if lora.dora:
-                sizes[_SCALED[adapter.sharding]] += sum(share.out for share in adapter.shares)
+            rows = sum(share.out for share in adapter.shares) if lora.dora else 0
+            sizes[_SCALED[adapter.sharding]] += rows
+            if adapter.sharding is Sharding.ROWS:
+                sizes["lengths"] += rows
         sizes["copied"] += numbers * width
     return LayerAdapters(
         **sizes,

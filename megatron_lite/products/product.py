@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron_lite.products import compiled
 from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, without_content
 from megatron_lite.products.processor import has_tiles, lacks_bf16
-from megatron_lite.products.wide import wide
 
 TURNED_ROUND = range(8, 16)
 """Numbers of rows for which MKL computes W x' faster than x W' in float32.
@@ -122,7 +121,9 @@ class Product:
 
     def row_squares(self, weight: Tensor) -> Tensor:
         """weight [out, in] -> the sum of the squares of each row, float32 [out]."""
-        lengths: Tensor = torch.linalg.vector_norm(wide(weight), dim=1)
+        # With `dtype`, a GPU converts no whole matrix to float32.
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        lengths: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=precise)
         return lengths.square()
 
     def plain(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def attach(
         matrix.adapter = adapter
         yield from adapter_parameters(path, shares, sharding, options)
     if options.dora:
-        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()), trains=trains)
+        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()))
     for module in chunk.modules():
         if isinstance(module, Layer):
             _prepare_before(module)

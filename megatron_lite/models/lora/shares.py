@@ -175,18 +175,13 @@ def require_own(shares: Iterable[Share], shared: Collection[str], *, trains: boo
             )
 
 
-def refuse_dora(of_experts: Sequence[Module], others: Iterable[Module], *, trains: bool) -> None:
+def refuse_dora(of_experts: Sequence[Module], others: Iterable[Module]) -> None:
     """Raise NotExpressible for DoRA of experts, if there are any. others: the other modules that would have DoRA."""
     if not of_experts:
         return
-    name = of_experts[0].name
-    if not trains:
-        raise NotExpressible(
-            f"{name}: DoRA of experts can't be computed beside the model; megaconv merge merges the adapter"
-        )
     possible = {module.key for module in others} - {module.key for module in of_experts}
     raise NotExpressible(
-        f"--lora-dora: {name} belongs to experts, for which peft has no DoRA; name other matrices: "
+        f"{of_experts[0].name} belongs to experts, for which peft has no DoRA; with --lora-dora, name other matrices: "
         f"--lora-targets {' '.join(sorted(possible)) or 'o_proj'}"
     )
 

@@ -225,8 +225,8 @@ def test_experts_are_refused() -> None:
     with pytest.raises(NotExpressible) as refused:
         make(Case("mixtral-experts", lora=DORA))
     assert str(refused.value) == (
-        "--lora-dora: model.layers.0.mlp.experts.0.gate_up_proj belongs to experts, for which peft has no DoRA; "
-        "name other matrices: --lora-targets k_proj o_proj q_proj v_proj"
+        "model.layers.0.mlp.experts.0.gate_up_proj belongs to experts, for which peft has no DoRA; "
+        "with --lora-dora, name other matrices: --lora-targets k_proj o_proj q_proj v_proj"
     )
 
 

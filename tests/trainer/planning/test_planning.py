@@ -25,6 +25,7 @@ from tests.trainer.planning.recorded import (
 
 FULL = Recompute("full")
 ADAPTERS = LoRA(4, 8.0)
+DORA = LoRA(4, 8.0, dora=True)
 ROWS = LoRA(4, 8.0, rows=((EMBEDDING, (3, 5, 40)), (HEAD, (3, 5, 40))))
 WHOLE = LoRA(4, 8.0, whole=(EMBEDDING, HEAD))
 STEPS = [
@@ -97,6 +98,8 @@ STEPS = [
     Planned("falcon h1", cp=2, context="a2a"),
     Planned("llama", tp=2, lora=ADAPTERS),
     Planned("llama", tp=2, lora=LoRA(4, 8.0, ("q_proj", "v_proj"))),
+    Planned("qwen3", tp=2, pp=2, sequence=True, recompute=FULL, lora=DORA),
+    Planned("llama", tp=2, dp=2, distributed=True, lora=DORA),
     Planned("qwen3", tp=2, pp=2, sequence=True, recompute=FULL, lora=ADAPTERS),
     Planned("mixture", tp=2, dp=2, ep=2, sequence=True, distributed=True, lora=ADAPTERS),
     Planned("deepseek_v3", tp=2, dp=2, ep=2, sequence=True, lora=ADAPTERS),
@@ -160,6 +163,7 @@ KEPT = [
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, kind="muon", wider=4),
     Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=ADAPTERS),
     Planned("llama", dp=4, dtype="bfloat16", distributed=True, zero=3, wider=4, lora=ADAPTERS),
+    Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=DORA),
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, wider=4, lora=ADAPTERS),
     Planned("llama, scores", tp=2, dtype="bfloat16", wider=4, lora=ADAPTERS),
     Planned("llama", tp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
