@@ -17,7 +17,7 @@ from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.kinds import Joint
 from megatron_lite.data.images.reader import ImageReader, Inputs
-from megatron_lite.data.images.written import Words, Written
+from megatron_lite.data.images.written import Words, Written, numbered
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
 from megatron_lite.inference.image_tokens import tokens_of
 
@@ -207,7 +207,8 @@ class _Measured:
 
 def texts_of(pictures: Sequence[Picture]) -> ImageTexts:
     """Return the texts of a chat's images, of which there is at least one."""
-    return ImageTexts(pictures[0].placeholder, [picture.written.text for picture in pictures])
+    texts = numbered(picture.written for picture in pictures)
+    return ImageTexts(pictures[0].placeholder, texts)
 
 
 def with_ids_of(pictures: Sequence[Picture], ids: Sequence[int]) -> tuple[int, ...]:

@@ -140,7 +140,9 @@ class ImageEncoder:
 
     def _joined(self, images: Sequence[Inputs], name: str) -> Tensor:
         """Return an argument of all images."""
-        joined = torch.from_numpy(np.concatenate([image[name] for image in images]))
+        # MiniCPM-V has the patches of all images in one row.
+        axis = -1 if name == "pixel_values" and "target_sizes" in images[0] else 0
+        joined = torch.from_numpy(np.concatenate([image[name] for image in images], axis))
         dtype = self._dtype if joined.is_floating_point() else joined.dtype
         return moved(joined.to(dtype), self._device)
 

@@ -34,6 +34,10 @@ def image_processor(kind: str, transformers: Any) -> Any:
         return transformers.LlavaNextImageProcessorPil(
             size={"shortest_edge": 16}, crop_size=side, image_grid_pinpoints=tiles
         )
+    if kind == "minicpmv4_6":
+        return transformers.MiniCPMV4_6ImageProcessorPil(
+            scale_resolution=16, patch_size=2, max_slice_nums=4
+        )
     if kind == "ovis2":
         side = {"height": 16, "width": 16}
         return transformers.Ovis2ImageProcessorPil(size=side, max_patches=4, crop_to_patches=True)
@@ -188,6 +192,8 @@ def texts_of(
         }
         processor = _without_parts(getattr(transformers, TEXTS_OF_GEMMA_4[kind]), **words)
         return _written(processor, processed, len(processed["num_soft_tokens_per_image"]))
+    if kind == "minicpmv4_6":
+        return _texts_of_minicpm(transformers, processed, word)
     if kind == "ovis2":
         processor = _without_parts(transformers.Ovis2Processor, image_seq_length=4)
         texts = _written(processor, processed, len(processed["grids"]))
@@ -235,6 +241,24 @@ def _processor_of_pixtral() -> Any:
     without = importlib.import_module(f"{room}.image_processing_pil_pixtral")
     with patch.dict(sys.modules, {needs_torchvision: without}):
         return importlib.import_module(f"{room}.processing_pixtral").PixtralProcessor
+
+
+def _texts_of_minicpm(transformers: Any, processed: Mapping[str, Any], word: str) -> Sequence[str]:
+    """The texts with the numbers of the images."""
+    marks = {
+        f"{part}_{end}_token": f"<{'/' * (end == 'end')}{part}>"
+        for part in ("image", "slice", "image_id")
+        for end in ("start", "end")
+    }
+    made = transformers.MiniCPMV4_6Processor
+    processor = _without_parts(made, image_token=word, slice_mode=True, **marks)
+    count = len(processed["grids"])
+    texts = [
+        processor.replace_image_token(processed, number, image_token_divisor=16)
+        for number in range(count)
+    ]
+    numbered: Sequence[str] = processor._prepend_local_ids([word * count], texts, word)
+    return numbered
 
 
 def _written(processor: Any, processed: Mapping[str, Any], count: int) -> Sequence[str]:

@@ -6,7 +6,7 @@ from typing import Any
 from tests.trainer.special_tokens import BORDERS, START, token
 
 TEXT: Mapping[str, Any] = {
-    "vocab_size": 296, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 304, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "tie_word_embeddings": False,
     "bos_token_id": 256, "eos_token_id": 258, "pad_token_id": 256,
 }  # fmt: skip
@@ -297,7 +297,7 @@ def _gemma4(transformers: Any, joint: str | None = "vision", **more: Any) -> tup
 def _gemma4_small(transformers: Any) -> tuple[Any, Any]:
     inputs = {
         "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 296,
+        "vocab_size_per_layer_input": 304,
         "num_kv_shared_layers": 2,
     }
     return _gemma4(transformers, joint=None, **inputs)
@@ -338,6 +338,19 @@ def _aya_vision(transformers: Any) -> tuple[Any, Any]:
         "logit_scale": 1.0,
     }
     return transformers.AyaVisionConfig, {"text_config": text, "vision_config": _SIGLIP}
+
+
+def _minicpmv4_6(transformers: Any) -> tuple[Any, Any]:
+    _, fields = _qwen3_5(transformers)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 32, "patch_size": 2,
+    }  # fmt: skip
+    text = {**fields["text_config"], "model_type": "qwen3_5_text"}
+    return transformers.MiniCPMV4_6Config, {
+        "text_config": text,
+        "vision_config": vision,
+        "insert_layer_id": 1,
+    }
 
 
 def _ovis2(transformers: Any) -> tuple[Any, Any]:
@@ -405,6 +418,7 @@ MODELS: Mapping[str, Callable[[Any], tuple[Any, Any]]] = {
     "cohere2_vision": _cohere2_vision,
     "llava_onevision": _llava_onevision,
     "ovis2": _ovis2,
+    "minicpmv4_6": _minicpmv4_6,
 }
 WITHOUT_VIDEOS = (
     "lfm2_vl",

@@ -33,7 +33,7 @@ from megatron_lite.data.finetuning.records import Record, find_files, read_recor
 from megatron_lite.data.images.files import read_image
 from megatron_lite.data.images.places import Images, Placed
 from megatron_lite.data.images.reader import ImageReader
-from megatron_lite.data.images.written import Written
+from megatron_lite.data.images.written import Written, numbered
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer, has_chat_template
 
 
@@ -210,7 +210,7 @@ class _Encoder:
         files = [read_image(given, directory) for given in chat.images]
         several = len(files) > 1
         images = [reader.add(file, words, record.where, several) for file in files]
-        texts = [image.text for _, image in images]
+        texts = numbered(image for _, image in images)
         return _Shown(images, ImageTexts(kind.placeholder(words), texts, words.image))
 
     def _encode_shown(self, chat: Chat, shown: _Shown, token: int) -> Illustrated:

@@ -23,6 +23,7 @@ from megatron_lite.data.images.written import (
     write_patches,
     write_rows,
     write_shaped,
+    write_sliced,
     write_small,
     write_soft,
     write_square,
@@ -197,6 +198,7 @@ KINDS: Sequence[ImageKind] = (
     ImageKind(("lighton_ocr",), ("image_token_id",), write_patches, arguments=_of_patches),
     ImageKind(("idefics3", "smolvlm"), ("image_token_id",), write_numbered, arguments=_with_places),
     ImageKind(("lfm2_vl",), ("image_token_id",), write_shaped, arguments=_with_places),
+    ImageKind(("minicpmv4_6",), ("image_token_id",), write_sliced),
     ImageKind(("deepseek_vl",), ("image_token_id",), write_square),
     ImageKind(
         ("gemma3",),

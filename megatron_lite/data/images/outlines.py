@@ -86,7 +86,9 @@ def tiles_of(processor: Any, width: int, height: int, arguments: Arguments) -> A
 
 
 def grids_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
-    """Return the rows and columns of tiles of Ovis2's processor, [(rows, columns)]."""
+    """Return the rows and columns of tiles of Ovis2's and MiniCPM-V's processors, [(rows, columns)]."""
+    if hasattr(processor, "get_sliced_grid"):
+        return [_grid_of_slices(processor, width, height) or (0, 0)]
     fit = _function("get_min_tile_covering_grid", processor)
     if fit is None or not processor.use_covering_area_grid:
         return None
@@ -94,6 +96,30 @@ def grids_of(processor: Any, width: int, height: int, arguments: Arguments) -> A
         return [(1, 1)]
     columns, rows = fit((height, width), processor.size["height"], processor.max_patches)
     return [(rows, columns)]
+
+
+def _grid_of_slices(processor: Any, width: int, height: int) -> Any:
+    """Return the (rows, columns) of slices of MiniCPM-V's processor; None for an image that is not sliced."""
+    if not processor.slice_mode:
+        return None
+    return processor.get_sliced_grid(
+        (height, width), processor.max_slice_nums, processor.scale_resolution
+    )
+
+
+def sizes_of_slices(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
+    """Return the patches of the whole image and of its slices by MiniCPM-V's processor, [(rows, columns)]."""
+    if not hasattr(processor, "get_sliced_grid") or not processor.do_resize:
+        return None
+    patch, grid = processor.patch_size, _grid_of_slices(processor, width, height)
+    settings = (processor.scale_resolution, patch, processor.downsample_mode)
+    whole = processor.find_best_resize((height, width), *settings, allow_upscale=grid is None)
+    sizes = [whole]
+    if grid is not None:
+        rows, columns = grid
+        sliced = processor.get_refine_size((height, width), grid, *settings, allow_upscale=True)
+        sizes += [(sliced[0] // rows, sliced[1] // columns)] * (rows * columns)
+    return [(rows // patch, columns // patch) for rows, columns in sizes]
 
 
 def rows_of(processor: Any, width: int, height: int, arguments: Arguments) -> Any:
@@ -158,6 +184,7 @@ WITHOUT_PIXELS: Mapping[str, Callable[[Any, int, int, Arguments], Any]] = {
     "image_grid_thw": grid_of,
     "num_patches": tiles_of,
     "grids": grids_of,
+    "target_sizes": sizes_of_slices,
     "image_sizes": size_of,
     "rows": rows_of,
     "cols": columns_of,

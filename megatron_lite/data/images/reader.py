@@ -221,6 +221,11 @@ class ImageReader:
                 f"{directory}: its image processor can't be made of preprocessor_config.json: {reason:.200}"
             ) from error
         self._require_same_patches(found)
+        if not getattr(found, "use_image_id", True):
+            raise UsageError(
+                f"{directory}: preprocessor_config.json has use_image_id false; expected true: the number of an image is part of "
+                "its text"
+            )
         return found
 
     def _require_same_patches(self, processor: Any) -> None:

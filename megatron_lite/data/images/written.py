@@ -11,6 +11,7 @@
 | SmolVLM, Idefics3 | for each tile `<fake_token_around_image>`, `<row_1_col_1>` and the same; at last `<global-img>` with the whole image |
 | LFM2-VL | `<|image_start|>`, for each tile `<|img_row_1_col_1|>` and the same, `<|img_thumbnail|>` with the whole image, `<|image_end|>` |
 | LightOnOCR | the same |
+| MiniCPM-V | `<image_id>0</image_id>`, `<image>`, the whole image, `</image>`; for each slice `<slice>`, the same, `</slice>` |
 | Ovis2 | the token of images, also for the vectors around and between the tiles |
 | Aya Vision | `<|START_OF_IMG|>`, for each tile `TILE_1` and the same, `TILE_GLOBAL` with the whole image, `<|END_OF_IMG|>` |
 | Command A Vision | `<|START_OF_IMG|>`, the same for each tile and for the whole image, each with `<|IMG_LINE_BREAK|>`, `<|END_OF_IMG|>` |
@@ -18,7 +19,7 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 Config = Mapping[str, Any]
@@ -52,12 +53,21 @@ class Words(NamedTuple):
     end: str
 
 
+NUMBER = "\1number\1"
+"""Stands in a text for the number of the image in its chat."""
+
+
 class Written(NamedTuple):
     """An image in a text."""
 
     text: str
-    """Replaces what the chat template writes."""
+    """Replaces what the chat template writes. See `numbered`."""
     grid: Grid
+
+
+def numbered(images: Iterable[Written]) -> list[str]:
+    """Return the texts of the images of a chat, with their numbers where texts state them."""
+    return [image.text.replace(NUMBER, str(number)) for number, image in enumerate(images)]
 
 
 def _run(grid: Grid, word: str) -> Written:
@@ -234,6 +244,20 @@ def write_shaped(config: Config, processed: Processed, words: Words) -> Written:
             text += "<|img_thumbnail|>"
         text += words.image * (height * width)
     return _counted(f"<|image_start|>{text}<|image_end|>", words)
+
+
+def write_sliced(config: Config, processed: Processed, words: Words) -> Written:
+    """Return the number of an image in its chat, the whole image in small, and its slices, row by row."""
+    of_token = 4 if config.get("downsample_mode") == "4x" else 16
+    sizes = (int(rows) * int(columns) for rows, columns in processed["target_sizes"])
+    whole, *slices = (words.image * (patches // of_token) for patches in sizes)
+    rows, columns = (int(count) for count in processed["grids"][0])
+    text = f"<image_id>{NUMBER}</image_id><image>{whole}</image>"
+    for row in range(rows):
+        of_row = slices[row * columns : (row + 1) * columns]
+        line_break = "\n" if row else ""
+        text += line_break + "".join(f"<slice>{tokens}</slice>" for tokens in of_row)
+    return _counted(text, words)
 
 
 def write_soft(config: Config, processed: Processed, words: Words) -> Written:

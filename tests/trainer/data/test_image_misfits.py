@@ -71,6 +71,14 @@ def test_an_image_processor_with_other_patches_is_refused(
         add(made)
 
 
+def test_an_image_processor_that_leaves_numbers_of_images_out_is_refused(tmp_path: Path) -> None:
+    create("minicpmv4_6", tmp_path / "hf")
+    write_chats(tmp_path)
+    change(tmp_path / "hf", PROCESSOR, lambda processor: processor.update(use_image_id=False))
+    with pytest.raises(UsageError, match="has use_image_id false; expected true"):
+        add(tmp_path)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"image_processor_type": "Nothing"}'])
 def test_a_file_that_describes_no_image_processor_is_named(content: str, made: Path) -> None:
     (made / "hf" / PROCESSOR).write_text(content)

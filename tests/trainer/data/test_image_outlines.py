@@ -26,17 +26,20 @@ SCALING = (
 )
 
 
-def outcome(compute: Callable[[], Any]) -> Any:
-    """The first row of a field; None if the size is refused, or left to the processor that refuses it."""
+def outcome(compute: Callable[[], Any], all_rows: bool) -> Any:
+    """The first row of a field, or all; None if the size is refused, or left to the processor that refuses it."""
     try:
         rows = compute()
     except ValueError:
         return None
-    return None if rows is None else np.ravel(rows[0]).tolist()
+    return None if rows is None else np.ravel(rows if all_rows else rows[0]).tolist()
 
 
 def assert_computed_as_processed(
-    field: str, processor: Any, arguments: Mapping[str, Any] = MappingProxyType({})
+    field: str,
+    processor: Any,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    all_rows: bool = False,
 ) -> None:
     """The field follows from the sizes of images."""
     random = np.random.default_rng(0)
@@ -47,8 +50,8 @@ def assert_computed_as_processed(
         return processor(images=[image], return_tensors="np", **arguments)[field]
 
     for size in sizes:
-        found = outcome(lambda: WITHOUT_PIXELS[field](processor, *size, arguments))  # noqa: B023
-        assert found == outcome(lambda: processed(*size)), size  # noqa: B023
+        found = outcome(lambda: WITHOUT_PIXELS[field](processor, *size, arguments), all_rows)  # noqa: B023
+        assert found == outcome(lambda: processed(*size), all_rows), size  # noqa: B023
 
 
 @pytest.mark.oracle
@@ -136,6 +139,18 @@ def test_grids_of_tiles_are_those_of_the_processed_pixels(crops: bool) -> None:
         size={"height": 16, "width": 16}, max_patches=6, crop_to_patches=crops
     )
     assert_computed_as_processed("grids", processor)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("field", ["grids", "target_sizes"])
+@pytest.mark.parametrize("settings", [{}, {"slice_mode": False}, {"downsample_mode": "4x"}])
+def test_slices_are_those_of_the_processed_pixels(field: str, settings: Mapping[str, Any]) -> None:
+    import transformers
+
+    processor = transformers.MiniCPMV4_6ImageProcessorPil(
+        scale_resolution=32, patch_size=4, max_slice_nums=6, **settings
+    )
+    assert_computed_as_processed(field, processor, all_rows=field == "target_sizes")
 
 
 @pytest.mark.oracle

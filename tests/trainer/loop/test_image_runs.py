@@ -128,6 +128,7 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
         pytest.param("aya_vision", marks=pytest.mark.slow),
         pytest.param("llava_onevision", marks=pytest.mark.slow),
         pytest.param("ovis2", marks=pytest.mark.slow),
+        pytest.param("minicpmv4_6", marks=pytest.mark.slow),
     ],
 )
 def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from tests.trainer.image_texts import processed_by, texts_of
 from tests.trainer.multimodal import PLACEHOLDERS, token
 
 WORD = "<|image_pad|>"
-BESIDE = ("visual", "vision_", "projector", "embed_vision", "connector", "aligner", "image_newline")
+BESIDE = (
+    "visual",
+    "model.merger",
+    "vision_",
+    "projector",
+    "embed_vision",
+    "connector",
+    "aligner",
+    "image_newline",
+)
 """Words in the names of parameters that are not trained."""
 
 
