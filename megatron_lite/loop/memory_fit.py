@@ -9,7 +9,6 @@ import torch
 from formats.tensor import ITEMSIZE
 from megaconv.commands.units import readable
 from megaconv.errors import CheckpointError, UsageError
-from megaconv.model.config import ModelConfig
 from megaconv.planning.model_size import parameter_count
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
@@ -18,7 +17,7 @@ from megatron_lite.planning.work import work_of
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import optimizer_options
-from megatron_lite.settings.sizes import Sizes, work_out
+from megatron_lite.settings.sizes import work_out
 
 RANK = 16
 """Rank of the suggested adapters."""
@@ -38,19 +37,20 @@ def check_fits(setup: Setup, options: ModelOptions, rows: int) -> None:
     if free is None:
         return
     try:
-        needed = _needed(setup.config, settings, options, setup.sizes, rows)
+        needed = _needed(setup, options, rows)
     except CheckpointError:
         return  # the planner doesn't know the layers; the run will show
     if needed > free:
         raise UsageError(_too_large(setup, options, rows, needed, free))
 
 
-def _needed(
-    config: ModelConfig, settings: Settings, options: ModelOptions, sizes: Sizes, rows: int
-) -> int:
+def _needed(setup: Setup, options: ModelOptions, rows: int) -> int:
     """Return the bytes of the rank that needs most. Raises CheckpointError for layers that the planner doesn't know."""
+    settings = setup.settings
     work = replace(work_of(settings), rows=rows)
-    described = Described(config, sizes, options, optimizer_options(settings), work)
+    described = Described(setup.config, setup.sizes, options, optimizer_options(settings), work)
+    if setup.teacher is not None:
+        described = described.taught_by(setup.teacher.config)
     return max(memory.total for memory in stage_memory(described))
 
 
@@ -127,7 +127,7 @@ def _ranks_that_fit(setup: Setup, options: ModelOptions, rows: int, free: int) -
     while ranks <= MOST_RANKS:
         try:
             sizes = work_out(sharded, setup.config, options, ranks)
-            needed = _needed(setup.config, sharded, options, sizes, rows)
+            needed = _needed(replace(setup, settings=sharded, sizes=sizes), options, rows)
         except CheckpointError:
             return None
         if needed <= free:

@@ -22,6 +22,7 @@ from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.sidecars import sidecars
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.checkpoint.store_saver import StoreSaver
+from megatron_lite.checkpoint.teacher import find_teacher
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
@@ -71,6 +72,8 @@ class Basis:
     config: ModelConfig
     dropouts: Mapping[str, float]
     data: TrainingData
+    teacher: Start | None = None
+    """The teacher of a distillation."""
 
     @property
     def former_dtype(self) -> str | None:
@@ -158,7 +161,8 @@ def _basis(settings: Settings, place: Place, *, finetune: bool) -> Basis:
     config = objective.described(config, tokenizer)
     data = all_or_none(lambda: objective.read(settings, tokenizer))
     adapters = once_a_node(lambda: find_adapters(settings, config), place.node)
-    return Basis(objective, start, adapters, tokenizer, config, dropouts, data)
+    teacher = once_a_node(lambda: find_teacher(settings, config, start), place.node)
+    return Basis(objective, start, adapters, tokenizer, config, dropouts, data, teacher)
 
 
 def _setup(
@@ -183,7 +187,8 @@ def _setup(
     config = changed(basis.config, {"dtype": options.dtype})
     sizes = work_out(settings, config, options, place.world)
     settings, data = basis.data.fitted(settings, sizes, basis.progress, say)
-    return Setup(settings, config, basis.tokenizer, sizes, place), options, data
+    setup = Setup(settings, config, basis.tokenizer, sizes, place, basis.teacher)
+    return setup, options, data
 
 
 def _datasets(basis: Basis, data: TrainingData, setup: Setup) -> list[Dataset | None]:
@@ -197,7 +202,11 @@ def _datasets(basis: Basis, data: TrainingData, setup: Setup) -> list[Dataset | 
 
 def _engine(basis: Basis, setup: Setup, options: ModelOptions) -> Engine:
     settings, sizes = setup.settings, setup.sizes
-    has_experts = setup.config.experts.count > 0
+    teacher = basis.teacher
+    has_experts = any(
+        config.experts.count > 0
+        for config in (setup.config, *([] if teacher is None else [teacher.config]))
+    )
     grid = make_grid(
         sizes.layout,
         sizes.dp,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lite.models.moving import moved
 from megatron_lite.models.pictures import Pictures
+from megatron_lite.models.teaching import Teaching
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Microbatch:
     """BERT: int64 [batch, sequence], the part of the sequence (first or second) of each token."""
     visible: Tensor | None = None
     """Bool [batch, sequence]: the tokens that can be attended to, from earlier and later tokens. None: causal attention."""
+    teaching: Teaching | None = None
+    """The predictions of a teacher, of this rank's tokens; on the last stage alone. None: there is no teacher."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """Further tensors that the loss reads, by name. Context-parallel ranks have them whole."""
     index: int = 0

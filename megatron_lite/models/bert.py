@@ -178,10 +178,9 @@ class Bert(Network):
     ) -> tuple[Tensor, Tensor]:
         assert self.lm_head is not None
         assert self.output_layer is not None
-        made: tuple[Tensor, Tensor] = self.output_layer(
+        return self.output_layer.label_losses(
             self.lm_head(given[0]), self._shared(), labels, weights
         )
-        return made
 
     @property
     def alike(self) -> int:

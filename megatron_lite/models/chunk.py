@@ -22,8 +22,10 @@ from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.offload import Offload
 from megatron_lite.models.passes import Ahead, Pass
 from megatron_lite.models.score_head import ScoreHead
+from megatron_lite.models.teaching import Teaching
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.tensor import Norm
+from megatron_lite.settings.options import Distillation
 
 
 class Stack(nn.Module):
@@ -163,8 +165,22 @@ class ModelChunk(Network):
         self, given: Payload, labels: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert isinstance(self.output_layer, Head)
-        made: tuple[Tensor, Tensor] = self.output_layer(given[0], self._shared(), labels, weights)
-        return made
+        return self.output_layer.label_losses(given[0], self._shared(), labels, weights)
+
+    def taught_losses(
+        self, given: Payload, run: Pass, weights: Tensor, options: Distillation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (sum of weights * losses, cross entropy, divergence from the teacher). weights, losses: [batch, sequence]."""
+        assert isinstance(self.output_layer, Head)
+        assert run.teaching is not None
+        return self.output_layer.taught_losses(
+            given[0], self._shared(), run.labels, weights, run.teaching, options
+        )
+
+    def teaching(self, given: Payload) -> Teaching:
+        """Return the predictions that a student learns. given: the output of forward on the last stage."""
+        assert isinstance(self.output_layer, Head)
+        return self.output_layer.teaching(given[0], self._shared())
 
     def predicted(self, hidden: Tensor, run: Pass) -> Tensor:
         """Return the head's input for the token after the next one, by the first MTP layer; on the last stage.

@@ -145,10 +145,7 @@ class EncoderDecoder(Network):
         self, given: Payload, labels: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]:
         assert self.lm_head is not None
-        made: tuple[Tensor, Tensor] = self.lm_head.output_layer(
-            given[0], self._shared(), labels, weights
-        )
-        return made
+        return self.lm_head.output_layer.label_losses(given[0], self._shared(), labels, weights)
 
     def logits(self, given: Payload) -> Tensor:
         assert self.lm_head is not None

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 
 from megatron_lite.models import rng
 from megatron_lite.models.build_plan import Plan
+from megatron_lite.models.logit_loss import CrossEntropy, LogitLoss, capped, in_rows
 from megatron_lite.models.lora.token_rows import TokenRows
-from megatron_lite.models.loss import capped, head_loss, rows_at_a_time
+from megatron_lite.models.loss import head_loss, rows_at_a_time
 from megatron_lite.models.passes import Ahead, Pass
+from megatron_lite.models.teaching import Distilled, Teaching
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameter_kinds import Kind, ParametersFreed
 from megatron_lite.parallel.tensor import Norm, VocabEmbedding
 from megatron_lite.products.product import PLAIN, Product
+from megatron_lite.settings.options import Distillation
 
 
 class Positions(nn.Embedding):
@@ -107,28 +110,56 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(rows)) if has_bias else None
 
     def forward(
-        self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor
+        self, hidden: Tensor, shared: Tensor | None, loss: LogitLoss
     ) -> tuple[Tensor, Tensor]:
-        """Return (loss, losses [batch, sequence]); see head_loss. labels, weights: [batch, sequence]."""
+        """Return (sum of weights * losses, losses [loss.count, batch, sequence]); see head_loss."""
         plan, weight = self.plan, self._matrix(shared)
         hidden = self._divided(hidden)
         rows = plan.options.loss_rows or rows_at_a_time(
-            hidden.device, weight.shape[0], plan.ranks.size
+            hidden.device, weight.shape[0] * loss.count, plan.ranks.size
         )
         total, losses = head_loss(
             hidden,
             weight,
             self.bias,
-            labels.t().reshape(-1),
-            weights.t().reshape(-1),
+            loss,
             plan.config.vocab,
             rows,
             plan.ranks,
             plan.config.head.logit_cap,
-            plan.options.loss_temperature,
             None if self.token_rows is None else self.token_rows.written_into(weight),
         )
-        return total, losses.view(labels.shape[1], labels.shape[0]).t()
+        return total, losses.view(loss.count, -1, hidden.shape[1]).transpose(1, 2)
+
+    def taught_losses(
+        self,
+        hidden: Tensor,
+        shared: Tensor | None,
+        labels: Tensor,
+        weights: Tensor,
+        teaching: Teaching,
+        options: Distillation,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (sum of weights * losses, cross entropy, divergence from the teacher). labels, weights, losses: [batch, sequence]."""
+        rows = teaching.rows(self.plan.ranks)
+        loss = Distilled(in_rows(labels), in_rows(weights), rows, teaching, options)
+        total, losses = self(hidden, shared, loss)
+        cross_entropy, divergence = losses
+        return total, cross_entropy, divergence
+
+    def label_losses(
+        self, hidden: Tensor, shared: Tensor | None, labels: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return (sum of weights * losses, losses [batch, sequence]): the cross entropy. labels, weights [batch, sequence]."""
+        temperature = self.plan.options.loss_temperature
+        loss = CrossEntropy(in_rows(labels), in_rows(weights), temperature)
+        total, losses = self(hidden, shared, loss)
+        return total, losses[0]
+
+    def teaching(self, hidden: Tensor, shared: Tensor | None) -> Teaching:
+        """Return the predictions that this head would compute."""
+        cap = self.plan.config.head.logit_cap
+        return Teaching(self._divided(hidden), self._matrix(shared), self.bias, cap)
 
     def logits(self, hidden: Tensor, shared: Tensor | None) -> Tensor:
         """Return float32 [batch, sequence, vocabulary], the same on every tensor rank. Not differentiable."""

@@ -1,4 +1,4 @@
-"""The head and the cross entropy in one function.
+"""The head and the loss of its logits in one function.
 
 Logits exist for a few rows at a time. The gradients are computed together with the logits.
 """
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megatron_lite.models.logit_loss import LogitLoss, OwnColumns, capped
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.tensor import TensorGroup
 from megatron_lite.products.accumulating import add_product
@@ -50,42 +51,32 @@ def head_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor,
+    loss: LogitLoss,
     vocab: int,
     rows: int,
     ranks: TensorGroup,
     cap: float | None = None,
-    temperature: float = 1.0,
     learned: "LearnedRows | None" = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of weights * losses, differentiable; the losses, float32 [tokens], not differentiable).
+    """Return (sum of weights * losses, differentiable; the losses, float32 [number of losses, tokens], not differentiable).
 
     hidden [sequence (/ tp), batch, width]. weight [padded vocabulary / tp, width], bias [padded vocabulary / tp].
-    labels int64 [tokens] and weights float32 [tokens], with tokens in the order of [sequence, batch].
-    vocab: number of columns without padding. rows: tokens at a time. cap: see `capped`.
-    temperature: divisor of the logits, after the cap. learned: trained rows of a frozen weight.
+    loss: of tokens in the order of [sequence, batch]. vocab: number of columns without padding. rows: tokens at a time.
+    cap: see `capped`. learned: trained rows of a frozen weight.
     """
     made: tuple[Tensor, Tensor] = _HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden,
         weight,
         bias,
-        labels,
-        weights,
+        loss,
         vocab,
         rows,
         ranks,
         cap,
-        temperature,
         torch.is_grad_enabled(),
         *(learned or (None, None, None)),
     )
     return made
-
-
-def capped(logits: Tensor, cap: float | None) -> Tensor:
-    """Limit logits to the range between minus and plus `cap` by a tanh, in place. None: no limit."""
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _slope(logits: Tensor, cap: float | None) -> Tensor | None:
@@ -102,28 +93,6 @@ class LearnedRows(NamedTuple):
     """int64: the rows that this rank's part of the weight has."""
     places: Tensor
     """int64: their places in this part."""
-
-
-@dataclass(frozen=True)
-class _OwnColumns:
-    """This rank's columns of the head that are not padding."""
-
-    first: int
-    """Number of the first column in the vocabulary."""
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def of(
-        cls, weight: Tensor, bias: Tensor | None, vocab: int, ranks: TensorGroup
-    ) -> "_OwnColumns":
-        first = ranks.rank * weight.shape[0]
-        count = min(max(vocab - first, 0), weight.shape[0])
-        return cls(first, weight[:count], None if bias is None else bias[:count])
-
-    @property
-    def count(self) -> int:
-        return len(self.weight)
 
 
 @dataclass(frozen=True)
@@ -162,7 +131,7 @@ class _Gradients:
         )
         return cls(torch.empty_like(x), of_weight, of_bias, places, of_rows)
 
-    def add(self, part: slice, x: Tensor, of_logits: Tensor, own: _OwnColumns) -> None:
+    def add(self, part: slice, x: Tensor, of_logits: Tensor, own: OwnColumns) -> None:
         """Add a block. x [rows, width]; of_logits float32 [rows, own columns]."""
         weight = own.weight
         if self.of_bias is not None:
@@ -175,18 +144,8 @@ class _Gradients:
             add_product(self.of_rows, rounded.index_select(1, self.places).t(), x)
 
 
-def _of_logits(softmax: Tensor, index: Tensor, held: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of logits: softmax minus one-hot labels, both times the labels' weights.
-
-    softmax: with the weights as a factor already. Its memory is used for the result.
-    """
-    if softmax.shape[1]:
-        softmax.scatter_add_(1, index.unsqueeze(1), -(held * weights).unsqueeze(1))
-    return softmax
-
-
 class _HeadLoss(torch.autograd.Function):
-    """The gradient of logits, softmax minus one-hot, is available with the logits.
+    """The gradient of logits is available with the logits.
 
     So the forward pass computes the gradients of the head and of its input too.
     """
@@ -197,13 +156,11 @@ class _HeadLoss(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        labels: Tensor,
-        weights: Tensor,
+        loss: LogitLoss,
         vocab: int,
         rows: int,
         ranks: TensorGroup,
         cap: float | None,
-        temperature: float,
         backward_follows: bool,
         learned: Tensor | None,
         held_rows: Tensor | None,
@@ -211,8 +168,8 @@ class _HeadLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         whole = comm.gathered(hidden, ranks.group) if ranks.group and ranks.sequence else hidden
         x = whole.reshape(-1, whole.shape[-1])
-        own = _OwnColumns.of(weight, bias, vocab, ranks)
-        losses = x.new_empty(len(x), dtype=torch.float32)
+        own = OwnColumns.of(weight, bias, vocab, ranks)
+        losses = x.new_empty(loss.count, len(x), dtype=torch.float32)
         gradients = None
         if backward_follows:
             trained, one_block = ctx.needs_input_grad[1], len(x) <= rows
@@ -223,13 +180,10 @@ class _HeadLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = capped(F.linear(x[part], own.weight, own.bias).float(), cap)
             slope = None if gradients is None else _slope(logits, cap)
-            if temperature != 1:
-                logits.div_(temperature)
-            index, held = _own_labels(labels[part], own.first, own.count)
-            losses[part], scale = _losses(logits, index, held, ranks)
-            if gradients is not None:
-                weighted_softmax = logits.mul_((scale * weights[part]).unsqueeze(1))
-                of_logits = _of_logits(weighted_softmax, index, held, weights[part])
+            losses[:, part], of_logits = loss.block(
+                logits, part, own, ranks, backward=backward_follows
+            )
+            if gradients is not None and of_logits is not None:
                 of_logits = of_logits if slope is None else of_logits.mul_(slope)
                 gradients.add(part, x[part], of_logits, own)
         if gradients is not None:
@@ -238,16 +192,14 @@ class _HeadLoss(torch.autograd.Function):
                 of_hidden = _summed(of_hidden, ranks)
             of_learned = _of_learned(gradients, learned, held_rows)
             ctx.save_for_backward(of_hidden, *_rounded(gradients, weight.dtype), of_learned)
-        ctx.temperature = temperature
         ctx.mark_non_differentiable(losses)
-        return torch.dot(losses, weights), losses
+        return torch.dot(loss.combined(losses), loss.weights), losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         dx, *others = ctx.saved_tensors
-        grad = grad / ctx.temperature  # the derivative of logits / temperature
         dw, db, of_learned = (None if each is None else each.mul_(grad) for each in others)
-        return dx.mul_(grad), dw, db, *[None] * 8, of_learned, None, None
+        return dx.mul_(grad), dw, db, *[None] * 6, of_learned, None, None
 
 
 def _rounded(gradients: _Gradients, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
@@ -274,40 +226,3 @@ def _summed(dx: Tensor, ranks: TensorGroup) -> Tensor:
         return comm.scattered(dx, ranks.group)
     comm.all_reduce(dx, ranks.group)
     return dx
-
-
-def _own_labels(labels: Tensor, first: int, own: int) -> tuple[Tensor, Tensor]:
-    """Return (column of each label, or 0; whether this rank has the column)."""
-    local = labels - first
-    held = (local >= 0) & (local < own)
-    return local.masked_fill(~held, 0), held
-
-
-def _losses(
-    logits: Tensor, index: Tensor, held: Tensor, ranks: TensorGroup
-) -> tuple[Tensor, Tensor]:
-    """Return (cross entropy over the columns of all ranks, factor that turns the new logits into a softmax): float32 [rows].
-
-    The logits are replaced by exponentials relative to this rank's maximum. One collective exchanges each rank's
-    maximum, its sum of exponentials, and the label's logit.
-    """
-    rows, columns = logits.shape
-    if columns:
-        own_largest = logits.amax(1)
-        picked = logits.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(~held, 0)
-        exponentials = logits.sub_(own_largest.unsqueeze(1)).exp_().sum(1)
-    else:  # this rank has only padding
-        own_largest = logits.new_full((rows,), -torch.inf)
-        exponentials = logits.new_zeros(rows)
-        picked = exponentials
-    largest = own_largest
-    if ranks.group:
-        own = torch.stack((own_largest, exponentials, picked))
-        all_ranks = comm.gathered(own, ranks.group).view(ranks.size, 3, -1)
-        each_largest, each_sum, each_picked = all_ranks.unbind(1)
-        largest = each_largest.amax(0)
-        exponentials = (each_sum * (each_largest - largest).exp()).sum(0)
-        picked = each_picked.sum(0)
-    losses = largest + exponentials.log() - picked
-    scale = (own_largest - largest).exp_() / exponentials
-    return losses, scale

@@ -17,6 +17,7 @@ from megatron_lite.models.masks import cache_mask
 from megatron_lite.models.moe.balance import Balance
 from megatron_lite.models.pictures import PlacedPictures, Spread
 from megatron_lite.models.rotary import Rotary, local_positions, usual_positions
+from megatron_lite.models.teaching import Teaching
 from megatron_lite.parallel.context import ContextGroup
 
 
@@ -147,8 +148,9 @@ class Pass:
     """The pass of the encoder, to whose output the decoder attends; None without an encoder."""
     types: Tensor | None = None
     visible: Tensor | None = None
+    teaching: Teaching | None = None
     extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """types, visible, extras: see Microbatch."""
+    """types, visible, teaching, extras: see Microbatch."""
     ahead: tuple[Ahead, ...] = ()
     """Inputs for 1, 2 … tokens ahead, for models that predict further tokens; only with a backward pass."""
     counting: Tensor | None = None
@@ -263,6 +265,7 @@ class Passes:
             source=self._source(batch, seed),
             types=batch.types,
             visible=batch.visible,
+            teaching=batch.teaching,
             extras=batch.extras,
             ahead=ahead,
             counting=counting,

@@ -408,6 +408,14 @@ def refuse_completions(config: ModelConfig) -> None:
         )
 
 
+def refuse_taught(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't learn from a teacher."""
+    if config.mtp_layers:
+        raise NotExpressible(
+            "the model predicts further tokens, which can't be learned from a teacher yet"
+        )
+
+
 def refuse_encoders(config: ModelConfig, place: str) -> None:
     """Raise NotExpressible for a model that can't generate text. place: the path it was read from."""
     if config.family in OF_THEIR_OWN:

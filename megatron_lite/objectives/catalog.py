@@ -9,17 +9,21 @@ from megatron_lite.objectives.blocks import Blocks
 from megatron_lite.objectives.image_chats import ImageChats
 from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.own_completions import TaughtCompletions
 from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.objectives.passages import Passages
 from megatron_lite.objectives.policy import Completed
 from megatron_lite.objectives.retro import RetroText
 from megatron_lite.objectives.scored_pairs import ScoredPairs
+from megatron_lite.objectives.taught import Taught
 from megatron_lite.settings.config import Settings
 
 OBJECTIVES: tuple[type[Objective], ...] = (
     Pairs,
     ScoredPairs,
     Completed,
+    TaughtCompletions,
+    Taught,
     Answers,
     Passages,
     RetroText,

@@ -10,7 +10,6 @@ from megatron_lite.checkpoint.adapters import values_of_base
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.batches import Batch
-from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.prompts import stop_ids
@@ -23,7 +22,7 @@ from megatron_lite.objectives.image_feeder import ImageFeeder, image_reader, wit
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.policy_loss import ADVANTAGES, Policy, PolicyLoss
 from megatron_lite.objectives.prompt_images import PromptImages
-from megatron_lite.objectives.prompts import PromptData, read_prompts
+from megatron_lite.objectives.prompts import PromptData, prompts_of
 from megatron_lite.objectives.reference import reference_of
 from megatron_lite.objectives.rewards import load_rewards
 from megatron_lite.objectives.rollouts import LogProbs, Rollouts
@@ -55,18 +54,12 @@ class Completed(Objective):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         """Read the prompts and load the reward functions. Raises UsageError, CorruptCheckpoint."""
-        data, grpo = settings.data, settings.grpo
-        template = read_template(data.chat_template)
+        grpo = settings.grpo
         rewards = load_rewards(grpo)
         images = image_reader(settings)
-        train = read_prompts(
-            data.finetune_data or (), tokenizer, template, "--finetune-data", images
-        )
-        valid = []
-        if data.valid_finetune_data:
-            words = data.valid_finetune_data
-            valid = read_prompts(words, tokenizer, template, "--valid-finetune-data", images)
-        return PromptData(train, valid, rewards, grpo.max_completion_length, images)
+        train, valid = prompts_of(settings, tokenizer, images)
+        longest = grpo.max_completion_length
+        return PromptData(train, valid, rewards, longest, grpo.num_generations, images)
 
     def options(self, options: ModelOptions, say: Say) -> ModelOptions:
         """Return the options without the model's dropout, and with the temperature. Adapters keep their dropout."""
@@ -92,10 +85,9 @@ class Completed(Objective):
     ) -> Feeder:
         """Return the object that samples completions with the engine's weights, and loads the reference model."""
         assert isinstance(data, PromptData)
-        grid, settings = engine.grid, setup.settings
-        encoding = with_encoder(
-            super().feeder(engine, start, data, setup), engine, data.reader, setup
-        )
+        settings = setup.settings
+        plain = super().feeder(engine, start, data, setup)
+        encoding = with_encoder(plain, engine, data.reader, setup)
         images = (
             PromptImages.of(encoding, data.prompts) if isinstance(encoding, ImageFeeder) else None
         )
@@ -111,15 +103,11 @@ class Completed(Objective):
         )
         reference = _reference(engine, start, setup) if settings.grpo.beta else None
         return Rollouts(
-            self.microbatch,
-            settings,
-            grid.device,
-            grid.dp,
-            grid.dp_rank,
-            data.prompts,
-            sampler,
-            reference,
-            images,
+            **vars(plain),
+            prompts=data.prompts,
+            sampler=sampler,
+            reference=reference,
+            images=images,
         )
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:

@@ -16,6 +16,7 @@ from formats.wording import counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.encoding import BadRecord, read_fields
+from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.data.finetuning.forms import IMAGES, Chat, Message, listed, read_turns
 from megatron_lite.data.finetuning.packing import shuffled_epochs
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
@@ -56,6 +57,20 @@ class Prompt:
         return tuple(self.tokens.tolist())
 
 
+def prompts_of(
+    settings: Settings, tokenizer: Tokenizer, reader: ImageReader | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Read the prompts for training, and those for evaluation. Raises UsageError, CorruptCheckpoint."""
+    data = settings.data
+    template = read_template(data.chat_template)
+    words, flag = data.finetune_data or (), "--finetune-data"
+    train = read_prompts(words, tokenizer, template, flag, reader)
+    if not data.valid_finetune_data:
+        return train, []
+    words, flag = data.valid_finetune_data, "--valid-finetune-data"
+    return train, read_prompts(words, tokenizer, template, flag, reader)
+
+
 def read_prompts(
     words: Sequence[str],
     tokenizer: Tokenizer,
@@ -91,7 +106,7 @@ class _Encoder:
     def read(self, record: Record, directory: Path) -> Prompt:
         """Return the prompt of a record. directory: of its file. Raises BadRecord, UsageError."""
         if isinstance(record.content, str):
-            raise BadRecord('is plain text; --grpo reads JSON lines with a "prompt"')
+            raise BadRecord('is plain text; prompts are JSON lines with a "prompt"')
         fields = read_fields(record.content)
         asked = fields.get("prompt")
         content: str | Sequence[Message]
@@ -178,13 +193,15 @@ class PromptDataset:
 
 @dataclass(frozen=True)
 class PromptData(TrainingData):
-    """Prompts for training and, optionally, for evaluation, and the functions that judge completions."""
+    """Prompts for training and, optionally, for evaluation, and the functions that judge completions, if any."""
 
     train: Sequence[Prompt]
     valid: Sequence[Prompt]
     rewards: Sequence[Reward]
     completion: int
     """Most tokens of a completion."""
+    generations: int
+    """Completions of a prompt."""
     images: ImageReader | None = None
     """Reads images; None for a model of texts."""
 
@@ -256,16 +273,17 @@ class PromptData(TrainingData):
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of prompts and rewards."""
-        grpo, batch = setup.settings.grpo, setup.sizes.batch.full
+        batch = setup.sizes.batch.full
         steps = len(self.train) / batch
         plural = "" if steps == 1 else "s"
-        completions = batch * grpo.num_generations
+        each, of_step = self.generations, batch * self.generations
         yield (
-            f"{self._prompts()}, {grpo.num_generations} completions each of at most {self.completion} tokens: "
-            f"{completions} completions a step, {steps:,.4g} step{plural} an epoch"
+            f"{self._prompts()}, {counted(each, 'completion')} each of at most {self.completion} tokens: "
+            f"{counted(of_step, 'completion')} a step, {steps:,.4g} step{plural} an epoch"
         )
-        judged = ", ".join(f"{reward.weight:g} x {reward.word}" for reward in self.rewards)
-        yield f"rewards: {judged}"
+        if self.rewards:
+            judged = ", ".join(f"{reward.weight:g} x {reward.word}" for reward in self.rewards)
+            yield f"rewards: {judged}"
 
     def _prompts(self) -> str:
         """Return a text such as `4 prompts with 3 images`."""

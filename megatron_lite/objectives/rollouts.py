@@ -22,32 +22,25 @@ LogProbs = Callable[[Sequence[Microbatch]], list[Tensor]]
 """See RankComputation.label_log_probs."""
 
 
-@dataclass(frozen=True)
-class Rollouts(Feeder):
-    """Samples completions for each batch of prompts, and uses them for --num-iterations updates."""
+@dataclass(frozen=True, kw_only=True)
+class CompletingFeeder(Feeder):
+    """Samples completions for each batch of prompts."""
 
     prompts: Sequence[Prompt]
     """By number."""
     sampler: Sampler
-    reference: LogProbs | None
-    """Log-probabilities of the reference model; None without one."""
-    images: PromptImages | None = None
-    """The images of the prompts; None if there are none."""
 
-    def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
-        """See Feeder.updates. All updates have the same completions."""
-        numbers = self._of_all_ranks(batch["number"])
-        asked = [self.prompts[number] for number in numbers]
-        completions = self.sampler.complete(asked, consumed)
-        arrays = self._arrays(asked, completions)
+    def asked(self, batch: Batch) -> list[Prompt]:
+        """Return the prompts of the global batch in its order. Collective."""
+        return [self.prompts[number] for number in self._of_all_ranks(batch["number"])]
+
+    def own_rows(self, arrays: Batch, batch: Batch) -> Batch:
+        """Return this rank's part of arrays [rows, ...] of the global batch, whose prompts have adjacent rows."""
         rows = batch["number"].shape[1] * self.sampler.grpo.num_generations
-        own = {
+        return {
             name: array.view(-1, rows, *array.shape[1:])[self.dp_rank :: self.dp]
             for name, array in arrays.items()
         }
-        microbatches = self._with_log_probs(self.microbatches(own))
-        for _ in range(self.sampler.grpo.num_iterations):
-            yield microbatches
 
     def _of_all_ranks(self, own: Tensor) -> list[int]:
         """Return the numbers of the global batch in its order. own: [microbatches, micro_batch_size] of this rank."""
@@ -57,6 +50,25 @@ class Rollouts(Feeder):
         ordered = whole.view(self.dp, *own.shape).transpose(0, 1)
         numbers: list[int] = ordered.flatten().tolist()
         return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts(CompletingFeeder):
+    """Uses the completions of a batch for --num-iterations updates."""
+
+    reference: LogProbs | None
+    """Log-probabilities of the reference model; None without one."""
+    images: PromptImages | None = None
+    """The images of the prompts; None if there are none."""
+
+    def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
+        """See Feeder.updates. All updates have the same completions."""
+        asked = self.asked(batch)
+        completions = self.sampler.complete(asked, consumed)
+        own = self.own_rows(self._arrays(asked, completions), batch)
+        microbatches = self._with_log_probs(self.microbatches(own))
+        for _ in range(self.sampler.grpo.num_iterations):
+            yield microbatches
 
     def _arrays(self, asked: Sequence[Prompt], completions: Completions) -> dict[str, Tensor]:
         """Return the arrays of the global batch, [rows, ...]; a group's rows follow each other."""

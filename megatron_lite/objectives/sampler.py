@@ -100,6 +100,8 @@ class Sampler:
 
     def _judged(self, asked: Sequence[Prompt], ids: Sequence[Sequence[int]]) -> Tensor:
         """Return the rewards of all functions, float64 [completions, functions]."""
+        if not self.rewards:
+            return torch.zeros(len(ids), 0, dtype=torch.float64)
         offered = self._offered(asked, ids)
         columns = [reward(offered, len(ids)) for reward in self.rewards]
         return torch.tensor(columns, dtype=torch.float64).t()

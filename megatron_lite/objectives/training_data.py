@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaconv.model.config import ModelConfig
+from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ class Setup:
     tokenizer: Tokenizer
     sizes: Sizes
     place: Place
+    teacher: Start | None = None
+    """The teacher of a distillation."""
 
     def say(self, text: str) -> None:
         """Print on rank 0."""

@@ -21,6 +21,7 @@ from megatron_lite.models.trainable import (
     refuse_completions,
     refuse_pairs,
     refuse_scores,
+    refuse_taught,
     refuse_whole,
 )
 from megatron_lite.objectives.scored_model import scored
@@ -38,6 +39,7 @@ from megatron_lite.settings.options import LoRA
 from megatron_lite.settings.run_options import adapter_options, model_options, optimizer_options
 from megatron_lite.settings.short_form import SHARDINGS
 from megatron_lite.settings.sizes import Sizes, work_out
+from megatron_lite.settings.teacher import require_tokens
 
 DESCRIPTION = """\
 Memory of each rank, bytes between ranks, the pipeline's bubble and the estimated time of a step, without starting it or reading a weight.
@@ -116,16 +118,28 @@ def describe(world: int | None, words: list[str]) -> Described:
     )
     sizes = work_out(settings, config, options, ranks)
     found = Described(config, sizes, options, optimizer_options(settings), work_of(settings))
+    if settings.distilling.teacher_load is not None:
+        found = _taught(found, settings.distilling.teacher_load)
     if options.lora is not None:
         check_targets(config, options.lora.targets, found=bool(found.run.adapters))
     _check_room(settings, sizes)
     return found
 
 
+def _taught(run: Described, given: str) -> Described:
+    """Return the run with the teacher of --teacher-load. Raises CheckpointError."""
+    refuse_taught(run.config)
+    config = read_model(given)
+    check_computed(config)
+    require_tokens(config, run.config, given)
+    return run.taught_by(config)
+
+
 def _check_room(settings: Settings, sizes: Sizes) -> None:
     """Raise UsageError if a sequence has no room for a prompt before its completion."""
     grpo = settings.grpo
-    if grpo.grpo and sizes.seq <= grpo.max_completion_length:
+    completes = grpo.grpo or settings.distilling.distill_on_policy
+    if completes and sizes.seq <= grpo.max_completion_length:
         raise UsageError(
             f"--seq-length {sizes.seq} has no room for a prompt and --max-completion-length {grpo.max_completion_length}; "
             "raise it, or shorten completions"
@@ -158,7 +172,12 @@ def _with_places(settings: Settings) -> Settings:
     """Return the settings with names for examples, pairs, prompts and rewards, which a plan does not read."""
     data, grpo = settings.data, settings.grpo
     has_data = data.finetune_data or data.data_path or settings.tasks.task
-    of_objective = settings.dpo.dpo or settings.rewards.reward_modeling or grpo.grpo
+    of_objective = (
+        settings.dpo.dpo
+        or settings.rewards.reward_modeling
+        or grpo.grpo
+        or settings.distilling.distill_on_policy
+    )
     if of_objective or (settings.training.epochs and not has_data):
         named = data.finetune_data or ("DATA",)
         settings = replace(settings, data=replace(data, finetune_data=named))

@@ -41,13 +41,15 @@ class Memory:
     """Number of parameters that are trained whole beside adapters."""
     reference: int = 0
     """Weights of a reference model."""
+    teacher: int = 0
+    """Weights of a teacher, and the input of its head for all microbatches of a step."""
     generation: int = 0
     """The cache of completions, and the weights that are gathered meanwhile. It is freed before the passes of training."""
 
     @property
     def total(self) -> int:
         training = self.activations + self.passing
-        return self.kept + self.reference + max(training, self.generation)
+        return self.kept + self.reference + self.teacher + max(training, self.generation)
 
 
 def stage_memory(run: Described) -> list[Memory]:
@@ -71,6 +73,7 @@ def stage_memory(run: Described) -> list[Memory]:
             adapters=adapters,
             whole=whole if run.run.frozen else 0,
             reference=_of_reference(run, share, whole) * run.run.itemsize,
+            teacher=_of_teacher(run, pp_rank),
             generation=_generation(run, pp_rank, share),
         )
         found.append(one)
@@ -82,6 +85,19 @@ def _of_reference(run: Described, share: RankShare, whole: int) -> int:
     if run.work.reference:
         return share.parameters
     return whole if run.work.keeps_base else 0
+
+
+def _of_teacher(run: Described, pp_rank: int) -> int:
+    """Return the bytes of a teacher on a rank; 0 without one."""
+    if run.teacher is None:
+        return 0
+    teacher = run.teacher.run
+    elements = _share(run.teacher, pp_rank).parameters
+    if pp_rank == teacher.layout.pp - 1:
+        ranks = teacher.layout.tp if teacher.sequence_parallel else 1
+        tokens = teacher.microbatches * teacher.micro_batch * teacher.seq // teacher.cp
+        elements += tokens // ranks * teacher.config.hidden
+    return elements * teacher.itemsize
 
 
 def _share(run: Described, pp_rank: int) -> RankShare:

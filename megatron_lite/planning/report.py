@@ -101,6 +101,12 @@ class Planned:
         has_any = work.measured or work.measured_once
         return forward_time(self.run, self._machine) if has_any else 0.0
 
+    @cached_property
+    def teaching(self) -> float:
+        """Seconds of a teacher's passes in a step; 0 without one."""
+        teacher = self.described.teacher
+        return 0.0 if teacher is None else forward_time(teacher.run, self._machine)
+
     @property
     def terms(self) -> dict[str, float]:
         """The terms of a step's time, in seconds. Empty for a model with an encoder and a decoder."""
@@ -109,6 +115,7 @@ class Planned:
         before = {
             "generation": self.generation,
             "log-probabilities": self.described.work.measured * self.measuring,
+            "teacher": self.teaching,
         }
         return {**{name: each for name, each in before.items() if each}, **self.time.terms()}
 
@@ -151,7 +158,8 @@ class Planned:
             "pp_rank": pp_rank, "parameters": memory.parameters, "adapter_parameters": memory.adapters,
             "whole_parameters": memory.whole,
             "state_bytes": memory.kept, "activation_bytes": memory.activations, "passing_bytes": memory.passing,
-            "reference_bytes": memory.reference, "generation_bytes": memory.generation, "bytes": memory.total,
+            "reference_bytes": memory.reference, "teacher_bytes": memory.teacher, "generation_bytes": memory.generation,
+            "bytes": memory.total,
             "communication": [
                 {"group": item.group, "kind": item.kind, "ranks": item.ranks, "bytes": item.bytes, "sent_bytes": item.sent}
                 for item in traffic
@@ -217,7 +225,7 @@ class Planned:
             yield f"{_INDENT}activations of {held} wait in each rank's main memory{self._copies()}"
 
     def _objective_lines(self) -> Iterator[str]:
-        """Yield the memory that belongs to adapters, to a reference model and to completions."""
+        """Yield the memory that belongs to adapters, to a reference model, to a teacher and to completions."""
         adapters = max(one.adapters for one in self.memory)
         if self.run.frozen:
             whole = max(one.whole for one in self.memory)
@@ -228,6 +236,9 @@ class Planned:
         reference = max(one.reference for one in self.memory)
         if reference:
             yield f"{_INDENT}the last column includes {readable(reference)} of the reference model"
+        teacher = max(one.teacher for one in self.memory)
+        if teacher:
+            yield f"{_INDENT}the last column includes up to {readable(teacher)} of the teacher"
         generation = max(one.generation for one in self.memory)
         if generation:
             rows = counted(rows_at_once(self.described), "completion")

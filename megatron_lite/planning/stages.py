@@ -1,12 +1,13 @@
 """A run of this trainer that is only described, and the parameters of its pipeline stages."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megaconv.families import family
 from megaconv.megatron.arguments.param_groups import is_expert
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.layout import Chunk, padded_vocab
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor, RankTensors
@@ -30,6 +31,7 @@ from megatron_lite.planning.adapters import PlannedAdapter, layer_adapters, plan
 from megatron_lite.planning.work import Work
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
+from megatron_lite.settings.teacher import teacher_layout, teacher_options
 
 PARTS = (
     "embedding", "layer_inputs", "encoder", "decoder", "mtp", "head_projection", "lm_head", "output_layer", "pooler", "binary_head",
@@ -51,6 +53,15 @@ class Described:
     optimizer: OptimizerOptions
     work: Work = Work()  # noqa: RUF009  # frozen
     """The work of a step beside the passes of pretraining."""
+    teacher: "Described | None" = None
+    """The teacher of a distillation on the same ranks."""
+
+    def taught_by(self, config: ModelConfig) -> "Described":
+        """Return the run with a teacher, which has the student's tokens and dtype."""
+        described = changed(config, {"vocab": self.config.vocab, "dtype": self.options.dtype})
+        sizes = replace(self.sizes, layout=teacher_layout(self.sizes.layout, described))
+        teacher = Described(described, sizes, teacher_options(self.options), self.optimizer)
+        return replace(self, teacher=teacher)
 
     @cached_property
     def run(self) -> Run:

@@ -32,6 +32,9 @@ class Work:
 DPO_LOSSES = 5
 """The loss, the rewards of chosen and rejected answers, their margin and the accuracy."""
 
+TEACHER_LOSSES = 3
+"""The loss, the cross entropy of the labels and the divergence from the teacher."""
+
 
 def work_of(settings: Settings) -> Work:
     """Return the work of a run's objective."""
@@ -39,6 +42,10 @@ def work_of(settings: Settings) -> Work:
         return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=True)
     if settings.grpo.grpo:
         return _of_completions(settings)
+    if settings.distilling.teacher_load is not None:
+        on_policy = settings.distilling.distill_on_policy
+        completion = settings.grpo.max_completion_length if on_policy else 0
+        return Work(losses=TEACHER_LOSSES, completion=completion)
     return Work(rows=2 if settings.rewards.reward_modeling else 1)
 
 

@@ -23,6 +23,7 @@ from megatron_lite.models.mixers.declaration import Kept
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.models.network_interface import Network
 from megatron_lite.models.passes import Pass, Passes
+from megatron_lite.models.teaching import Teaching
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
 from megatron_lite.parallel.parameters import ParameterInfo
@@ -33,6 +34,7 @@ from megatron_lite.rank.chunks import dtype_of
 from megatron_lite.rank.first_pass import FirstPass
 from megatron_lite.rank.held_parameters import RankParameters
 from megatron_lite.rank.loss_sums import LabelLosses, LossSum, RowSums
+from megatron_lite.rank.teacher_pass import TeacherPass
 from megatron_lite.rank.totals import sum_over_world
 from megatron_lite.settings.options import ModelOptions
 
@@ -127,6 +129,15 @@ class RankComputation(RankParameters):
             self._run(actions, microbatches, losses, criterion=OWN_LOSS)
         return [-each for each in losses.found]
 
+    def teaching(self, microbatches: Sequence[Microbatch]) -> list[Teaching]:
+        """Return the predictions of each microbatch that a student learns. Collective. Stages other than the last one return []."""
+        layout = self.grid.layout
+        taught = TeacherPass()
+        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
+        with torch.no_grad():
+            self._run(actions, microbatches, taught, criterion=taught)
+        return taught.found
+
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
         with self.whole_parameters():
@@ -171,7 +182,7 @@ class RankComputation(RankParameters):
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        losses: LossSum | RowSums | LabelLosses | FirstPass,
+        losses: LossSum | RowSums | LabelLosses | FirstPass | TeacherPass,
         before_backward: Any = lambda _: None,
         criterion: Criterion | None = None,
         *,

@@ -10,6 +10,7 @@ from typing import Any
 
 from formats.stores.addresses import is_store
 from megaconv.local_paths import local_word
+from megatron_lite.settings.distilling import Distilling
 from megatron_lite.settings.flag import flag
 from megatron_lite.settings.grpo import Grpo
 from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Rewards, Tasks
@@ -192,6 +193,7 @@ class Settings:
     dpo: Dpo = Dpo()
     rewards: Rewards = Rewards()
     grpo: Grpo = Grpo()
+    distilling: Distilling = Distilling()
     masked: Masked = Masked()
     tasks: Tasks = Tasks()
     retro: Retro = Retro()

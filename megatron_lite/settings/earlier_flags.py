@@ -71,6 +71,10 @@ REPLACED = {
         "finetune learns from rewards with --grpo; give its flags",
     ),
     **dict.fromkeys(
+        ("--export-kd-teacher-load", "--export-kd-cfg", "--export-kd-teacher-model-config", "--export-kd-teacher-ckpt-format"),
+        "pretrain and finetune learn from a teacher with --teacher-load; give its flags",
+    ),
+    **dict.fromkeys(
         (
             "--ict-load", "--block-data-path", "--indexer-batch-size", "--indexer-log-interval",
         ),

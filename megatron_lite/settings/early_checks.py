@@ -7,11 +7,13 @@ from megatron_lite.settings.config import Settings
 
 
 def check_load(settings: Settings) -> None:
-    """Refuse a --load that names nothing. Raises UsageError.
+    """Refuse a --load or --teacher-load that names nothing. Raises UsageError.
 
     A run that starts from something else may name what isn't there yet (checkpoint/restore.py): its own --save, or the
     first checkpoint of a task.
     """
+    if settings.distilling.teacher_load is not None:
+        require_input(settings.distilling.teacher_load)
     saving = settings.checkpointing
     starts_elsewhere = (
         saving.resume or settings.tasks.pretrained_checkpoint or settings.retrieval.bert_load

@@ -60,6 +60,7 @@ _ADAPTERS = """\
   --dpo                         learn from pairs of a chosen and a rejected answer
   --reward-modeling             train a reward model on pairs of a chosen and a rejected answer
   --grpo --reward FILE.py:F     learn from rewards of the model's own completions of prompts
+  --teacher-load MODEL          learn the predictions of another model
 """
 
 _EXAMPLES = {

@@ -17,6 +17,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "dpo": "it gives no answers that could be compared",
     "reward_modeling": "it gives no answers that could be scored",
     "grpo": "it completes no prompts",
+    "teacher_load": "teachers are for decoders so far",
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,
     "num_experts": NO_LAYERS, "multi_latent_attention": NO_LAYERS, "qk_layernorm": NO_LAYERS, "group_query_attention": NO_LAYERS,
     "mtp_num_layers": "it predicts no further tokens", "apply_layernorm_1p": "its norms multiply with their weight itself",

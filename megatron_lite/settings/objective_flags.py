@@ -16,7 +16,7 @@ OTHER_DATA = (
 
 def check_objective_flags(settings: Settings) -> None:
     """Raise UsageError for the first flag of an objective that is wrong, or that the run's objective does not use."""
-    for judge in (_pairs, _rewards, _policy, _task, _of_package, _images):
+    for judge in (_pairs, _rewards, _policy, _distillation, _task, _of_package, _images):
         for wrong, message in judge(settings):
             if wrong:
                 raise UsageError(message)
@@ -98,6 +98,8 @@ NOT_OF_PROMPTS = (
     "split",
 )
 """Settings of examples that prompts don't have."""
+OF_COMPLETIONS = ("max_completion_length", "temperature")
+"""Settings of GRPO that hold for all completions."""
 BATCHES_THAT_CHANGE = ("rampup_batch_size", "step_batch_size_schedule")
 NOT_GENERATED = (
     "context_parallel_size",
@@ -116,8 +118,12 @@ def _policy(settings: Settings) -> Judged:
             settings.dpo.dpo and "beta" in settings.given,
             "--beta is a flag of --grpo; with --dpo, give --dpo-beta",
         )
+        on_policy = settings.distilling.distill_on_policy
         for name in vars(grpo):
-            yield name in settings.given, f"{flag_name(name)} requires --grpo"
+            of_both = name in OF_COMPLETIONS
+            needed = "--grpo or --distill-on-policy" if of_both else "--grpo"
+            wrong = name in settings.given and not (of_both and on_policy)
+            yield wrong, f"{flag_name(name)} requires {needed}"
         return
     yield settings.dpo.dpo, "--grpo and --dpo are two objectives; leave one of them out"
     yield (
@@ -139,30 +145,41 @@ def _policy(settings: Settings) -> Judged:
         grpo.beta and _saves_over_load(saving),
         "--beta: --load is the reference model and has to stay as it is; give another --save",
     )
+    yield from _completions(settings, "--grpo")
+
+
+def _completions(settings: Settings, flag: str) -> Judged:
+    """Checks of an objective whose samples are prompts. flag: selects it."""
     for name in NOT_OF_PROMPTS:
         yield (
             name in settings.given,
-            f"--grpo reads prompts, not examples; leave {flag_name(name)} out",
+            f"{flag} reads prompts, not examples; leave {flag_name(name)} out",
         )
     for name in BATCHES_THAT_CHANGE:
         yield (
             name in settings.given,
-            f"--grpo has the same number of prompts in each step; leave {flag_name(name)} out",
+            f"{flag} has the same number of prompts in each step; leave {flag_name(name)} out",
         )
     for name in NOT_GENERATED:
         subject, item = flags()[name]
         differs = getattr(getattr(settings, subject), name) != item.default
         yield (
             differs,
-            f"--grpo generates one token at a time, not with {flag_name(name)}; leave it out",
+            f"{flag} generates one token at a time, not with {flag_name(name)}; leave it out",
         )
     parallel = settings.parallel
     parts = parallel.expert_tensor_parallel_size or 1
     shares_experts = parallel.expert_model_parallel_size * parts > 1
     yield (
         shares_experts and parallel.moe_token_dispatcher_type == "allgather",
-        "--moe-token-dispatcher-type allgather needs equal ranks, but completions of --grpo differ in length; take alltoall",
+        f"--moe-token-dispatcher-type allgather needs equal ranks, but completions of {flag} differ in length; take alltoall",
     )
+    for name in OF_COMPLETIONS:
+        value = getattr(settings.grpo, name)
+        yield (
+            not 0 < value < float("inf"),
+            f"{flag_name(name)} {value:g} must be more than 0",
+        )
 
 
 def _policy_numbers(grpo: Grpo) -> Judged:
@@ -171,17 +188,48 @@ def _policy_numbers(grpo: Grpo) -> Judged:
         grpo.num_generations < 2,
         f"--num-generations {grpo.num_generations} must be 2 or more: completions are compared in their group",
     )
-    for name in ("max_completion_length", "num_iterations"):
-        value = getattr(grpo, name)
-        yield value < 1, f"{flag_name(name)} {value} must be 1 or more"
-    yield (
-        not 0 < grpo.temperature < float("inf"),
-        f"--temperature {grpo.temperature:g} must be more than 0",
-    )
+    yield grpo.num_iterations < 1, f"--num-iterations {grpo.num_iterations} must be 1 or more"
     yield not grpo.beta >= 0, f"--beta {grpo.beta:g} must be 0 or more"
     yield not 0 <= grpo.epsilon < 1, f"--epsilon {grpo.epsilon:g} has to lie between 0 and 1"
     high = grpo.epsilon_high
     yield high is not None and not high >= 0, f"--epsilon-high {high} must be 0 or more"
+
+
+def _distillation(settings: Settings) -> Judged:
+    """Checks of learning from a teacher."""
+    asked = settings.distilling
+    if asked.teacher_load is None:
+        for name in vars(asked):
+            yield name in settings.given, f"{flag_name(name)} requires --teacher-load"
+        return
+    for other, is_asked in _objectives(settings):
+        yield (
+            is_asked,
+            f"--teacher-load and {other} are two objectives; leave one of them out",
+        )
+    for name in ("distill_alpha", "distill_beta"):
+        value = getattr(asked, name)
+        yield not 0 <= value <= 1, f"{flag_name(name)} {value:g} has to lie between 0 and 1"
+    yield (
+        not 0 < asked.distill_temperature < float("inf"),
+        f"--distill-temperature {asked.distill_temperature:g} must be more than 0",
+    )
+    if asked.distill_on_policy:
+        yield (
+            not settings.data.finetune_data,
+            "--distill-on-policy completes prompts of --finetune-data, which is missing",
+        )
+        yield from _completions(settings, "--distill-on-policy")
+
+
+def _objectives(settings: Settings) -> list[tuple[str, bool]]:
+    """Return the flags of objectives, and whether they are given."""
+    return [
+        ("--dpo", settings.dpo.dpo),
+        ("--reward-modeling", settings.rewards.reward_modeling),
+        ("--grpo", settings.grpo.grpo),
+        ("--task", settings.tasks.task is not None),
+    ]
 
 
 def _task(settings: Settings) -> Judged:
@@ -224,15 +272,10 @@ def _of_package(settings: Settings) -> Judged:
     name = settings.objective.objective
     if name is None:
         return
-    others = (
-        ("--dpo", settings.dpo.dpo),
-        ("--reward-modeling", settings.rewards.reward_modeling),
-        ("--grpo", settings.grpo.grpo),
-        ("--task", settings.tasks.task),
-    )
-    for flag, asked in others:
+    asked_teacher = settings.distilling.teacher_load is not None
+    for flag, asked in (*_objectives(settings), ("--teacher-load", asked_teacher)):
         yield (
-            bool(asked),
+            asked,
             f"--objective {name} and {flag} are two objectives; leave one of them out",
         )
 

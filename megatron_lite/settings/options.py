@@ -93,6 +93,17 @@ class LoRA:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
+@dataclass(frozen=True)
+class Distillation:
+    """The loss of a student: (1 - alpha) * cross entropy + alpha * divergence from a teacher."""
+
+    alpha: float = 1.0
+    temperature: float = 1.0
+    """Divisor of both models' logits in the divergence."""
+    beta: float = 0.0
+    """The kind of divergence; see models/divergence.py."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FP8:
     """FP8 products of the layers' matrices (products/fp8.py). The names are Megatron's."""

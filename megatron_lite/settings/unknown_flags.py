@@ -20,7 +20,7 @@ OTHERWISE_CALLED = {
     "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
     "--max-length": "--seq-length", "--output-dir": "--save", "--model": "--load",
     "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
-    "--reward-funcs": "--reward",
+    "--reward-funcs": "--reward", "--teacher-model": "--teacher-load", "--teacher-model-name-or-path": "--teacher-load",
 }  # fmt: skip
 """Flags of other trainers -> Megatron-LM's flags with the same meaning but a different spelling."""
 

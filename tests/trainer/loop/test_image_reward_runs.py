@@ -178,7 +178,7 @@ def test_the_identity_of_prompts_leaves_images_out() -> None:
     setup = cast("Setup", None)
 
     def identity(*prompts: Prompt) -> str:
-        return PromptData(prompts, (), (), 1).identity(setup)
+        return PromptData(prompts, (), (), 1, 4).identity(setup)
 
     assert identity(one) == identity(other)
     assert identity(one) != identity(replace(one, columns={"answer": "b"}))

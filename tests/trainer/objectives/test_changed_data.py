@@ -70,7 +70,7 @@ def test_prompts_and_the_columns_of_rewards_count() -> None:
         made = [
             Prompt("file:1", "text", np.array(ids), {"answer": answer}) for ids, answer in prompts
         ]
-        return PromptData(made, [], [], 8).identity(ANY)
+        return PromptData(made, [], [], 8, 4).identity(ANY)
 
     before = identity(((1, 2), "4"), ((3,), "5"))
     assert identity(((1, 2), "4"), ((3,), "5")) == before

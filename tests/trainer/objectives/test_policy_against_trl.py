@@ -151,8 +151,8 @@ def ours(grpo: Grpo) -> tuple[list[StepReport], dict[str, torch.Tensor]]:
     object.__setattr__(sampler, "complete", complete)
     settings = Settings(grpo=grpo)
     feeder = Rollouts(
-        Completed(grpo).microbatch, settings, torch.device("cpu"), 1, 0, prompts, sampler,
-        reference.label_log_probs if grpo.beta else None,
+        Completed(grpo).microbatch, settings, torch.device("cpu"), 1, 0, prompts=prompts, sampler=sampler,
+        reference=reference.label_log_probs if grpo.beta else None,
     )  # fmt: skip
     reports = []
     for number in range(len(given)):

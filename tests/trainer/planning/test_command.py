@@ -273,6 +273,34 @@ def test_a_pair_is_two_sequences_and_its_reference_is_measured_before_the_first_
     assert 0.3 < pairs["reference_seconds"] / same["step_seconds"] < 0.6
 
 
+def test_a_teacher_is_planned_with_its_own_size(
+    llama_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A student of an eighth of the layers learns from the whole model."""
+    teacher = Path(llama_8b.split()[1])
+    config = json.loads(
+        (teacher / "config.json").read_text() if teacher.is_dir() else teacher.read_text()
+    )
+    student = tmp_path / "student" / "config.json"
+    student.parent.mkdir()
+    student.write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    words = llama_8b.replace(str(teacher), str(student))
+    alone = planned(capsys, words)
+    taught = planned(capsys, f"{words} --teacher-load {teacher}")
+    (one,), (two,) = alone["stages"], taught["stages"]
+    assert (one["teacher_bytes"], two["parameters"]) == (0, one["parameters"])
+    batch = taught["batch"]
+    tokens = batch["microbatches"] * batch["micro"] * batch["sequence"]
+    assert two["teacher_bytes"] == 2 * (8_030_261_248 + tokens * 4096)
+    assert two["bytes"] == one["bytes"] + two["teacher_bytes"]
+    assert taught["terms"]["teacher"] > alone["terms"]["compute"]
+    assert main([*words.split(), "--teacher-load", str(teacher)]) == 0
+    assert "GiB of the teacher" in capsys.readouterr().out
+    student.write_text(json.dumps({**config, "vocab_size": 200_000}))
+    assert main([*words.split(), "--teacher-load", str(teacher)]) == 2
+    assert "has 128,256 tokens, and the trained model 200,000" in capsys.readouterr().err
+
+
 def test_a_step_of_completions_generates_measures_and_updates(
     llama_8b: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

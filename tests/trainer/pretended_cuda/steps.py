@@ -10,7 +10,7 @@ import torch
 from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from tests.trainer.parallel import small_pictures, small_rewards
+from tests.trainer.parallel import small_pictures, small_rewards, small_taught
 from tests.trainer.parallel.small import Case, make_engine, own_batches
 from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
@@ -64,6 +64,7 @@ def engine_of(case: Case, *, device: torch.device) -> Engine:
 
 _LANGUAGE_MODEL = _Setup(engine_of, own_batches)
 _ON_IMAGES = _Setup(engine_of, small_pictures.own_batches)
+_STUDENT = _Setup(small_taught.make_engine, small_taught.own_batches)
 _REWARD_MODEL = _Setup(small_rewards.make_engine, small_rewards.own_batches)
 
 
@@ -105,9 +106,9 @@ class Trainer:
         return [batch.to(self._device) for batch in own]
 
 
-def take_steps(_rank: int, case: Case, *, images: bool = False) -> Steps:
-    """Train on both devices. images: whether sequences have images."""
-    setup = _ON_IMAGES if images else _LANGUAGE_MODEL
+def take_steps(_rank: int, case: Case, *, images: bool = False, taught: bool = False) -> Steps:
+    """Train on both devices. images: whether sequences have images. taught: whether the model learns from a teacher."""
+    setup = _ON_IMAGES if images else _STUDENT if taught else _LANGUAGE_MODEL
 
     def run(device: torch.device, now: Record | None = None) -> Trainer:
         trainer = Trainer(case, setup, device, now)

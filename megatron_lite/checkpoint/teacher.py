@@ -1,0 +1,74 @@
+"""Opens the teacher of a distillation."""
+
+from megaconv.engine.new_tokenizer import tokenizer_files
+from megaconv.engine.new_vocabulary import with_vocabulary
+from megaconv.engine.token_lists import kinds_of, token_list
+from megaconv.errors import UsageError
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Header, Source
+from megaconv.options import LoadOptions
+from megaconv.options.vocabulary import VocabularyChoice
+from megatron_lite.checkpoint.places import readable
+from megatron_lite.checkpoint.restore import Start, open_language_model
+from megatron_lite.checkpoint.state import Progress
+from megatron_lite.models.trainable import check_computed, refuse_encoders, refuse_scores
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.teacher import require_tokens
+
+
+def find_teacher(settings: Settings, student: ModelConfig, start: Start | None) -> Start | None:
+    """Open the weights of --teacher-load with the student's tokens; None without a teacher. Raises CheckpointError.
+
+    start: the checkpoint that the student starts from; None for random weights.
+    """
+    given = settings.distilling.teacher_load
+    if given is None:
+        return None
+    source = open_language_model(readable(given), options=LoadOptions(optimizer=False))
+    config = source.header.config
+    refuse_encoders(config, given)
+    refuse_scores(config, given)
+    check_computed(config)
+    require_tokens(config, student, given)
+    if start is not None:
+        _require_same_tokens(source.header, start.header, given)
+    source = _with_tokens(source, student.vocab, given)
+    header = source.header
+    tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
+    return Start(given, header, tensors, {}, Progress(), with_optimizer=False, files=header.files)
+
+
+def _with_tokens(source: Source, tokens: int, given: str) -> Source:
+    """Return the teacher without the rows of its embedding and head that the student lacks.
+
+    Models of one family often have the same tokenizer and other numbers of unused rows. Raises UsageError for a teacher
+    whose tokenizer needs more rows than the student has.
+    """
+    own = source.header.config.vocab
+    if own == tokens:
+        return source
+    try:
+        return with_vocabulary(source, VocabularyChoice(size=tokens), given)
+    except UsageError:
+        raise UsageError(
+            f"--teacher-load {given}: uses some of its {own:,} tokens that the trained model lacks, which has {tokens:,}; choose a "
+            "teacher with the same tokenizer"
+        ) from None
+
+
+def _require_same_tokens(teacher: Header, student: Header, given: str) -> None:
+    """Raise UsageError for a teacher whose tokenizer has other tokens. Tokenizers that aren't beside a model are not compared.
+
+    Added tokens may differ, because tuned models rename reserved ones.
+    """
+    files = tokenizer_files(teacher), tokenizer_files(student)
+    kinds = [kind for kind in kinds_of(files[0]) if kind in files[1]]
+    if not kinds:
+        return
+    theirs, ours = (token_list(each, kinds[0]).usual for each in files)
+    for number in theirs.keys() & ours.keys():
+        if theirs[number] != ours[number]:
+            raise UsageError(
+                f"--teacher-load {given}: has another tokenizer, in which token {number} is {theirs[number]!r:.40} and not "
+                f"{ours[number]!r:.40}; choose a teacher with the tokenizer of the trained model"
+            )
