@@ -27,7 +27,7 @@ from megatron_lite.checkpoint.token_rows import rows_of_base
 from megatron_lite.checkpoint.weights import fill
 from megatron_lite.checkpoint.whole_modules import as_floats
 from megatron_lite.engine import Engine
-from megatron_lite.models.lora.attached import changes_now, fix_changes
+from megatron_lite.models.lora.attached import dora_adapters
 from megatron_lite.models.lora.parameters import rows_name
 from megatron_lite.models.lora.whole import MODULES, WORDS
 from megatron_lite.parallel.parameters import ParameterInfo
@@ -116,33 +116,35 @@ class AdapterBank:
         ]
         self._parameters = [module.get_parameter(info.name) for module, info in held]
         infos = [info for _, info in held]
-        rows = {**rows_of_base(engine, weights), **magnitudes_of_base(engine)}
+        of_base = {**rows_of_base(engine, weights), **magnitudes_of_base(engine)}
         base = []
         for info, own in zip(infos, self._parameters, strict=True):
-            if info.native.parts.keys() <= rows.keys():
-                fill(own.data, info.native, rows)
+            if info.native.parts.keys() <= of_base.keys():
+                fill(own.data, info.native, of_base)
             base.append(own.detach().clone())
         self._values = [base]
         for adapter in adapters:
-            tensors = {**_padded(adapter.read, engine), **_joined(adapter.read, engine, rows)}
+            tensors = {**_padded(adapter.read, engine), **_joined(adapter.read, engine, of_base)}
             self._values.append(_values(engine, infos, tensors, base))
         self.names = tuple(adapter.name for adapter in adapters)
-        self._chunks = engine.chunks
+        self._dora = dora_adapters(engine.chunks)
+        have_dora = [False, *(adapter.read.options.dora for adapter in adapters)]
         self._changes = [
-            self._changes_of(number, dora=adapter.read.options.dora)
-            for number, adapter in enumerate(adapters, BASE + 1)
+            self._changes_of(number, dora=dora) for number, dora in enumerate(have_dora)
         ]
-        self._changes.insert(BASE, self._changes_of(BASE, dora=False))
-        self.current = BASE
-        self.select(1 if adapters else BASE)
+        self.current = 1 if adapters else BASE
+        self._use(self.current)
 
     def select(self, number: int) -> None:
         """Let the engine compute an adapter; 0: none."""
-        if number == self.current:
-            return
+        if number != self.current:
+            self._use(number)
+            self.current = number
+
+    def _use(self, number: int) -> None:
         self._put(number)
-        fix_changes(self._chunks, self._changes[number])
-        self.current = number
+        for (adapter, _), change in zip(self._dora, self._changes[number], strict=True):
+            adapter.fixed = change
 
     def _put(self, number: int) -> None:
         """Put an adapter's values into the engine."""
@@ -150,10 +152,10 @@ class AdapterBank:
             parameter.data = value
 
     def _changes_of(self, number: int, *, dora: bool) -> list[Tensor]:
-        """Return what DoRA needs of the weights with an adapter; zeros for one without DoRA. Collective."""
+        """Return the change of each matrix by DoRA with an adapter; zeros for one without DoRA. Collective."""
         self._put(number)
-        found = changes_now(self._chunks)
-        return found if dora else [torch.zeros_like(each) for each in found]
+        found = [adapter.change_now(matrix) for adapter, matrix in self._dora]
+        return found if dora else [torch.zeros_like(change) for change in found]
 
 
 def _values(

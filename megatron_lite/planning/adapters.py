@@ -1,10 +1,9 @@
 """The adapters of a run that is only described, from the family's table. They are those that `models/lora/attached.py` adds."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
 from megaconv.planning.adapters import LayerAdapters
@@ -64,7 +63,7 @@ def planned_adapters(
 ) -> Iterator[PlannedAdapter]:
     """Yield the adapters of a chunk. infos: the chunk's own parameters. modules: modules_of the model."""
     shared = of_all_experts(modules)
-    adapted = defaultdict[Sharding, list[Module]](list)
+    of_experts, others = list[Module](), list[Module]()
     for own in infos:
         path, _, last = own.name.rpartition(".")
         layer = _LAYER.match(own.name)
@@ -76,7 +75,8 @@ def planned_adapters(
             continue
         require_own(shares, shared, trains=True)
         sharding = _sharding(own, shares)
-        adapted[sharding] += [share.module for share in shares]
+        adapted = of_experts if sharding is Sharding.EXPERTS else others
+        adapted += [share.module for share in shares]
         made = adapter_parameters(path, shares, sharding, lora)
         found = [
             adapter_info(own.chunk, native, declaration, tp, sequence=sequence)
@@ -84,7 +84,7 @@ def planned_adapters(
         ]
         yield PlannedAdapter(int(layer[1]), path, shares, sharding, tuple(found))
     if lora.dora:
-        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()))
+        refuse_dora(of_experts, others)
 
 
 def _takes_adapter(own: ParameterInfo) -> bool:

@@ -101,6 +101,7 @@ class Adapter(nn.Module):
 
     @property
     def every_pair(self) -> list[Pair]:
+        """The pairs of all modules, in module order."""
         return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
 
     def forward(self, x: Tensor, y: Tensor, matrix: Matrix) -> Tensor:
@@ -111,18 +112,11 @@ class Adapter(nn.Module):
         """Return scale · B (A x), in the shape of the matrix's product with x."""
         pairs = self.every_pair
         inner = F.linear(x, torch.cat([pair.lora_a for pair in pairs])) * self.options.scale
-        if self.ranks.group is not None and self.sharding is not Sharding.NOT_AT_ALL:
-            whole = self.sharding is Sharding.COLUMNS
-            across = (
-                comm.shared_over(inner, self.ranks.group, gather=self.ranks.sequence)
-                if whole
-                else None
-            )
-            inner = (
-                comm.sum_over(inner, self.ranks.group, scatter=self.ranks.sequence)
-                if across is None
-                else across
-            )
+        group, sequence = self.ranks.group, self.ranks.sequence
+        if self.sharding is Sharding.COLUMNS:
+            inner = comm.shared_over(inner, group, gather=sequence)
+        elif self.sharding is Sharding.ROWS and group is not None:
+            inner = comm.sum_over(inner, group, scatter=sequence)
         parts = torch.split(inner, self.options.rank, -1)
         made = torch.cat(
             [F.linear(part, pair.lora_b) for part, pair in zip(parts, pairs, strict=True)], -1

@@ -1,10 +1,9 @@
 """Adds adapters to the selected matrices of a chunk, and describes their parameters."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ def attach(
     modules = modules_of(config)
     shared = of_all_experts(modules)
     numbers = Counter[int]()
-    adapted = defaultdict[Sharding, list[Module]](list)
+    of_experts, others = list[Module](), list[Module]()
     for own in natives:
         path, _, last = own.name.rpartition(".")
         layer = _LAYER.match(own.name)
@@ -85,7 +84,8 @@ def attach(
         if not shares:
             continue
         require_own(shares, shared, trains=trains)
-        adapted[sharding] += [share.module for share in shares]
+        adapted = of_experts if sharding is Sharding.EXPERTS else others
+        adapted += [share.module for share in shares]
         owner = chunk.get_submodule(layer[0])
         assert isinstance(owner, Layer)
         numbers[owner.layer] += 1
@@ -95,7 +95,7 @@ def attach(
         matrix.adapter = adapter
         yield from adapter_parameters(path, shares, sharding, options)
     if options.dora:
-        refuse_dora(adapted.pop(Sharding.EXPERTS, []), chain(*adapted.values()))
+        refuse_dora(of_experts, others)
     for module in chunk.modules():
         if isinstance(module, Layer):
             _prepare_before(module)
@@ -135,40 +135,29 @@ def adapted_matrices(chunks: Iterable[nn.Module]) -> Iterator[tuple[Matrix, Adap
                 yield module, module.adapter
 
 
-@contextmanager
-def constant_adapters(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute what DoRA needs of the weights only once in this region, in which no parameter changes.
-
-    The parameters are in memory.
-    """
-    fix_changes(chunks, changes_now(chunks))
-    try:
-        yield
-    finally:
-        for adapter, _ in _with_dora(chunks):
-            adapter.fixed = None
-
-
-@torch.no_grad()
-def changes_now(chunks: Iterable[nn.Module]) -> list[Tensor]:
-    """Return what DoRA needs of the weights of each matrix, with the parameters of the moment. Collective."""
+def dora_adapters(chunks: Iterable[nn.Module]) -> list[tuple[DoraAdapter, Matrix]]:
+    """Return the adapters with DoRA, each with its matrix."""
     found = []
-    for adapter, matrix in _with_dora(chunks):
-        adapter.prepare(adapter.every_pair[0].magnitude.device)
-        found.append(adapter.change(matrix))
+    for matrix, adapter in adapted_matrices(chunks):
+        if isinstance(adapter, DoraAdapter):
+            found.append((adapter, matrix))
     return found
 
 
-def fix_changes(chunks: Iterable[nn.Module], changes: Iterable[Tensor]) -> None:
-    """Let passes use these results of changes_now."""
-    for (adapter, _), change in zip(_with_dora(chunks), changes, strict=True):
-        adapter.fixed = change
+@contextmanager
+def constant_adapters(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute the lengths of rows for DoRA only once in this region, in which no parameter changes. Collective.
 
-
-def _with_dora(chunks: Iterable[nn.Module]) -> Iterator[tuple[DoraAdapter, Matrix]]:
-    for matrix, adapter in adapted_matrices(chunks):
-        if isinstance(adapter, DoraAdapter):
-            yield adapter, matrix
+    The parameters are in memory.
+    """
+    adapters = dora_adapters(chunks)
+    for adapter, matrix in adapters:
+        adapter.fixed = adapter.change_now(matrix)
+    try:
+        yield
+    finally:
+        for adapter, _ in adapters:
+            adapter.fixed = None
 
 
 @contextmanager

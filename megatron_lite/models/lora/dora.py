@@ -44,6 +44,12 @@ class DoraAdapter(Adapter):
         return self.placed(magnitude / self.lengths(matrix) - 1)
 
     @torch.no_grad()
+    def change_now(self, matrix: Matrix) -> Tensor:
+        """Return the change with the parameters of the moment, without a gradient. It needs no pass before it."""
+        self.prepare(self.every_pair[0].magnitude.device)
+        return self.change(matrix)
+
+    @torch.no_grad()
     def lengths(self, matrix: Matrix, *, of_base: bool = False) -> Tensor:
         """Return the lengths of the rows of W + scale · B A in module order: float32 [rows with an adapter].
 
