@@ -37,7 +37,8 @@ from megatron_lite.checkpoint.state import (
 )
 from megatron_lite.checkpoint.weights import load_weights, read_rows, shifted
 from megatron_lite.engine import Engine
-from megatron_lite.models.trainable import refuse_scores, refuse_two_widths, refuse_whole
+from megatron_lite.models.purposes import refuse_scores, refuse_whole
+from megatron_lite.models.trainable import refuse_two_widths
 from megatron_lite.settings.config import Settings
 
 

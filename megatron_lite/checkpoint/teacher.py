@@ -11,7 +11,7 @@ from megaconv.options.vocabulary import VocabularyChoice
 from megatron_lite.checkpoint.places import readable
 from megatron_lite.checkpoint.restore import Start, open_language_model
 from megatron_lite.checkpoint.state import Progress
-from megatron_lite.models.trainable import check_computed, refuse_encoders, refuse_scores
+from megatron_lite.models.purposes import check_teacher
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.teacher import require_tokens
 
@@ -26,9 +26,7 @@ def find_teacher(settings: Settings, student: ModelConfig, start: Start | None) 
         return None
     source = open_language_model(readable(given), options=LoadOptions(optimizer=False))
     config = source.header.config
-    refuse_encoders(config, given)
-    refuse_scores(config, given)
-    check_computed(config)
+    check_teacher(config, given)
     require_tokens(config, student, given)
     if start is not None:
         _require_same_tokens(source.header, start.header, given)

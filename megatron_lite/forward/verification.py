@@ -27,7 +27,7 @@ from megatron_lite.forward.rows import (
     windows,
 )
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.trainable import refuse_scores
+from megatron_lite.models.purposes import refuse_scores
 
 
 @dataclass(frozen=True)

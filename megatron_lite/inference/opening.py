@@ -41,7 +41,7 @@ from megatron_lite.inference.quantizing import check_quantize, load_quantized
 from megatron_lite.inference.sampling import PLAIN, Sampling
 from megatron_lite.inference.slots import LanguageModel
 from megatron_lite.loop.tokenizer import make_tokenizer
-from megatron_lite.models.trainable import refuse_encoders
+from megatron_lite.models.purposes import refuse_encoders
 from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.processes import launch

@@ -79,7 +79,7 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
         ("--dpo", settings.dpo.dpo),
         ("--reward-modeling", settings.rewards.reward_modeling),
     )
-    asked = "".join(f" {flag}" for flag, is_asked in objectives if is_asked) + _adapter_flags(
+    asked = "".join(f" {flag}" for flag, is_asked in objectives if is_asked) + _further_flags(
         settings
     )
     short = f"finetune {settings.checkpointing.load} {data}{asked}{saved}"
@@ -100,10 +100,14 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
     )
 
 
-def _adapter_flags(settings: Settings) -> str:
-    """Return the flags of the run's adapters, with a space before each."""
-    lora = settings.lora
-    found = {"--lora-rank": lora.lora_rank, "--lora-load": lora.lora_load}
+def _further_flags(settings: Settings) -> str:
+    """Return the flags of the run's teacher and adapters, with a space before each."""
+    lora, teacher = settings.lora, settings.distilling.teacher_load
+    found = {
+        "--teacher-load": teacher,
+        "--lora-rank": lora.lora_rank,
+        "--lora-load": lora.lora_load,
+    }
     return "".join(f" {flag} {value}" for flag, value in found.items() if value is not None)
 
 

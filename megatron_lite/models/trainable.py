@@ -1,13 +1,13 @@
 """The models that can be trained, and the refusals of all others.
 
-Only one refusal is elsewhere: `plan` refuses runs that it can't describe (planning/command.py).
+Refusals for a purpose, such as pairs or a teacher, are in purposes.py. planning/command.py refuses runs that
+`plan` can't describe.
 """
 
 from formats.wording import counted
 from megaconv.errors import CorruptCheckpoint, LayoutError, NotExpressible
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.model.predicting import HYBRID_MTP
@@ -306,15 +306,6 @@ def _check_groups(experts: Experts) -> None:
         )
 
 
-def refuse_whole(config: ModelConfig, place: str) -> None:
-    """Raise NotExpressible for a multimodal model. place: the path it was read from."""
-    if config.whole is not None:
-        raise NotExpressible(
-            f"{place}: {named(config.whole.config)} is a multimodal model, and only language models are supported; "
-            f"convert its language model: megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
-        )
-
-
 def _check_two_stacks(config: ModelConfig) -> None:
     if config.attention.scale is not None:
         raise NotExpressible(
@@ -380,45 +371,4 @@ def refuse_two_widths(config: ModelConfig, place: str) -> None:
         raise CorruptCheckpoint(
             f"{place}: {CONFIG_NAME} has head_dim {given!r} and qk_rope_head_dim {rope_dim}, two words for the width that rotates; "
             "leave head_dim out"
-        )
-
-
-def refuse_scores(config: ModelConfig, place: str) -> None:
-    """Raise NotExpressible for a model without a head for words. place: the path it was read from."""
-    if config.has("scores"):
-        raise NotExpressible(
-            f"{place}: the model has a head of scores, as reward models and critics have it, and no head for words; it can be trained "
-            "with --reward-modeling alone"
-        )
-
-
-def refuse_pairs(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model that can't learn from pairs of answers."""
-    if config.mtp_layers:
-        raise NotExpressible(
-            "the model predicts further tokens, which can't be trained on pairs of answers yet"
-        )
-
-
-def refuse_completions(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model that can't learn from rewards of its completions."""
-    if config.mtp_layers:
-        raise NotExpressible(
-            "the model predicts further tokens, which can't be trained on rewards yet"
-        )
-
-
-def refuse_taught(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model that can't learn from a teacher."""
-    if config.mtp_layers:
-        raise NotExpressible(
-            "the model predicts further tokens, which can't be learned from a teacher yet"
-        )
-
-
-def refuse_encoders(config: ModelConfig, place: str) -> None:
-    """Raise NotExpressible for a model that can't generate text. place: the path it was read from."""
-    if config.family in OF_THEIR_OWN:
-        raise NotExpressible(
-            f"{place}: is a {config.family}, which predicts no next token; give a decoder"
         )

@@ -15,7 +15,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
-from megatron_lite.models.trainable import refuse_scores
+from megatron_lite.models.purposes import refuse_scores
 from megatron_lite.objectives.corpus import Corpus
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder

@@ -11,7 +11,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.trainable import refuse_pairs
+from megatron_lite.models.purposes import refuse_pairs
 
 
 class PairCriterion(Criterion):

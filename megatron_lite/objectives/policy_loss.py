@@ -15,7 +15,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.trainable import refuse_completions
+from megatron_lite.models.purposes import refuse_completions
 from megatron_lite.parallel.payload import Payload
 
 ADVANTAGES = "advantages"

@@ -13,7 +13,7 @@ from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.trainable import refuse_taught
+from megatron_lite.models.purposes import refuse_taught
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.teacher import TaughtFeeder, load_teacher

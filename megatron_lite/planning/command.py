@@ -16,14 +16,15 @@ from megaconv.planning.gpus import DEFAULT_GPU, gpu_named
 from megaconv.terminal import show
 from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.lora.whole import beside_layers
-from megatron_lite.models.trainable import (
-    check_computed,
+from megatron_lite.models.purposes import (
+    check_teacher,
     refuse_completions,
     refuse_pairs,
     refuse_scores,
     refuse_taught,
     refuse_whole,
 )
+from megatron_lite.models.trainable import check_computed
 from megatron_lite.objectives.scored_model import scored
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
@@ -130,7 +131,7 @@ def _taught(run: Described, given: str) -> Described:
     """Return the run with the teacher of --teacher-load. Raises CheckpointError."""
     refuse_taught(run.config)
     config = read_model(given)
-    check_computed(config)
+    check_teacher(config, given)
     require_tokens(config, run.config, given)
     return run.taught_by(config)
 

@@ -15,6 +15,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 STUDENT, TEACHER = (
     FIXTURES / f"peft-{name}" / "base" for name in ("llama-all-linear", "mixtral-experts")
 )
+RETRO = FIXTURES / "retro-tp2-torch"
 WORDS = (
     f"finetune --load {STUDENT} --finetune-data prompts.jsonl --seq-length 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 "
     "--global-batch-size 4 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --make-vocab-size-divisible-by 2 --fp32"
@@ -157,6 +158,8 @@ def test_teachers_of_other_tokens_are_refused(tmp_path: Path) -> None:
         ("--teacher-load nothere", "nothere: no such file or directory"),
         ("--teacher-model nothere", "unknown flag --teacher-model; did you mean --teacher-load?"),
         ("--export-kd-teacher-load nothere", "learn from a teacher with --teacher-load"),
+        (f"--teacher-load {TEACHER} --image-encoder x --finetune-data y", "--image-encoder is for the images of chats"),
+        (f"--teacher-load {RETRO}", "is a Retro, which reads neighbors of its text; choose another teacher"),
         (f"--teacher-load {TEACHER} --mtp-num-layers 1", "can't be learned from a teacher yet"),
     ],
 )  # fmt: skip

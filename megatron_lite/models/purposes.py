@@ -1,0 +1,73 @@
+"""Models that can't be used for a purpose: training on pairs, on rewards or from a teacher, generation."""
+
+from megaconv.errors import NotExpressible
+from megaconv.families.parts.whole_model import named
+from megaconv.model.config import ModelConfig
+from megatron_lite.models.trainable import RETRO, check_computed
+from megatron_lite.settings.architecture import OF_THEIR_OWN
+
+
+def refuse_whole(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a multimodal model. place: the path it was read from."""
+    if config.whole is not None:
+        raise NotExpressible(
+            f"{place}: {named(config.whole.config)} is a multimodal model, and only language models are supported; "
+            f"convert its language model: megaconv convert {place} LANGUAGE_MODEL --saver hf --text-only"
+        )
+
+
+def refuse_scores(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model without a head for words. place: the path it was read from."""
+    if config.has("scores"):
+        raise NotExpressible(
+            f"{place}: the model has a head of scores, as reward models and critics have it, and no head for words; it can be trained "
+            "with --reward-modeling alone"
+        )
+
+
+def refuse_pairs(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't learn from pairs of answers."""
+    if config.mtp_layers:
+        raise NotExpressible(
+            "the model predicts further tokens, which can't be trained on pairs of answers yet"
+        )
+
+
+def refuse_completions(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't learn from rewards of its completions."""
+    if config.mtp_layers:
+        raise NotExpressible(
+            "the model predicts further tokens, which can't be trained on rewards yet"
+        )
+
+
+def refuse_taught(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't learn from a teacher."""
+    if config.mtp_layers:
+        raise NotExpressible(
+            "the model predicts further tokens, which can't be learned from a teacher yet"
+        )
+    if config.family == RETRO:
+        raise NotExpressible("a Retro can't learn from a teacher")
+
+
+def check_teacher(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model that can't be a teacher. place: the path it was read from."""
+    refuse_encoders(config, place)
+    if config.has("scores"):
+        raise NotExpressible(
+            f"{place}: has a head of scores and no head for words, so it can't be a teacher"
+        )
+    if config.family == RETRO:
+        raise NotExpressible(
+            f"{place}: is a Retro, which reads neighbors of its text; choose another teacher"
+        )
+    check_computed(config)
+
+
+def refuse_encoders(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model that can't generate text. place: the path it was read from."""
+    if config.family in OF_THEIR_OWN:
+        raise NotExpressible(
+            f"{place}: is a {config.family}, which predicts no next token; give a decoder"
+        )
