@@ -4,8 +4,10 @@ Each number always gives the same chain: `pytest tests/engine/test_chains.py -k 
 """
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -89,30 +91,7 @@ def config_by_layer(raw: dict[str, Any], layers: int, random: Random) -> dict[st
     return found
 
 
-def write_model(family: str, path: Path, random: Random) -> Path:
-    """A Hugging Face directory with random bits, some of which are no numbers."""
-    dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
-    dtype_name = str(dtype).removeprefix("torch.")
-    raw = config_of(family, random)
-    write_config(path, raw | {"torch_dtype": dtype_name})
-    table, config = read_config(path / CONFIG_NAME)
-    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
-    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
-    tensors: dict[str, torch.Tensor] = {}
-    first_names: dict[tuple[str, ...], str] = {}
-    for native in native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab):
-        name = native.name
-        first = first_names.setdefault(tuple(native.parts), name)
-        if native.copy is None:
-            tensors[name] = random_values(name, native.shape, dtype, generator)
-        elif native.copy.written:
-            # It comes with the layers that predict further tokens, and with a head that its class doesn't tie.
-            tensors[name] = tensors[first].clone()
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
-def random_values(
+def random_bits(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
     """Random bits. Values near 1 for the norms that Transformer Engine's layers store less 1."""
@@ -123,6 +102,38 @@ def random_values(
         return (1 + drawn % 64 / 128).to(dtype)
     integers = torch.int16 if width == 16 else torch.int32
     return drawn.to(integers).view(dtype)
+
+
+def write_model(
+    family: str,
+    path: Path,
+    random: Random,
+    keys: Mapping[str, Any] = MappingProxyType({}),
+    values: Callable[..., torch.Tensor] = random_bits,
+) -> Path:
+    """A Hugging Face directory with random bits, some of which are no numbers.
+
+    keys: further keys of config.json. values: a function that makes other tensors.
+    """
+    dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
+    dtype_name = str(dtype).removeprefix("torch.")
+    raw = config_of(family, random)
+    write_config(path, {**raw, **keys, "torch_dtype": dtype_name})
+    table, config = read_config(path / CONFIG_NAME)
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    whole = Chunk(0, 0, 0, config.layer_count, is_first=True, is_last=True)
+    tensors: dict[str, torch.Tensor] = {}
+    first_names: dict[tuple[str, ...], str] = {}
+    for native in native_tensors(table.rows, config, HF, Layout(), 0, whole, config.vocab):
+        name = native.name
+        first = first_names.setdefault(tuple(native.parts), name)
+        if native.copy is None:
+            tensors[name] = values(name, native.shape, dtype, generator)
+        elif native.copy.written:
+            # It comes with the layers that predict further tokens, and with a head that its class doesn't tie.
+            tensors[name] = tensors[first].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def random_target(family: str, random: Random, *, experts: bool) -> dict[str, Any]:

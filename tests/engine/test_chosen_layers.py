@@ -4,6 +4,7 @@ import json
 import signal
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,11 +12,19 @@ import torch
 from safetensors.torch import save_file
 
 import megaconv
+from megaconv.engine.chosen_layers import with_layers
 from megaconv.errors import CheckpointError, NotExpressible, UnsupportedInput
+from megaconv.families import families
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, Key, OpenedSource, TensorInfo
+from megaconv.model.meaning import config_differences
+from megaconv.model.table import canonical_shapes
 from megaconv.options.values import layer_numbers
 from tests import transformers_oracle as oracle
 from tests.conftest import FIXTURES
 from tests.engine.averaged_models import weights
+from tests.engine.journeys import FAMILIES, settings
+from tests.engine.test_chains import config_of
 from tests.engine.test_interrupted import KILL
 from tests.families.test_families import write_model
 from tests.forks import start
@@ -150,6 +159,33 @@ def test_config_json_says_which_of_the_chosen_layers_have_experts(
     model = write_model(tmp_path / "hf", family, decoder_sparse_step=2, mlp_only_layers=[])
     megaconv.convert(model, tmp_path / "out", saver="hf", layers=[1, 1, 0])
     assert_layers(tmp_path / "out", model, [1, 1, 0])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_json_describes_the_chosen_layers_of_any_model(name: str) -> None:
+    """Some families refuse all choices."""
+    described = 0
+    for number in range(40):
+        random = Random(number)
+        raw = config_of(name, random) | settings(name, random)
+        with suppress(CheckpointError):  # no such model, or no such layers
+            check_described(families()[name].read_hf(raw), random)
+            described += 1
+        if described == 4:
+            return
+
+
+def check_described(config: ModelConfig, random: Random) -> None:
+    """The config.json of a model of any of the layers is read as that model."""
+    table = families()[config.family]
+    shapes = canonical_shapes(table.rows, config).items()
+    manifest = {Key(name): TensorInfo(shape, config.dtype) for name, shape in shapes}
+    layers = range(config.layer_count)
+    chosen = random.choices(layers, k=random.randint(1, len(layers) + 1))
+    source = OpenedSource(Header(config, manifest), {})
+    made = with_layers(source, chosen, "the model").header.config
+    written = table.read_hf(json.loads(table.config_json(made)))
+    assert config_differences(written, made) == [], (chosen, config.hf)
 
 
 @pytest.mark.parametrize("layers", ["0-2,5", "0-5,2-3", "3,2,1,0,5,4", "0-4"])
