@@ -131,7 +131,10 @@ def test_drafts_and_answers_are_those_of_a_cpu(model: str) -> None:
     assert found == expected
 
 
-OBJECTIVES = ("hidden words", "hidden runs of words", "retrieved neighbours", "pairs", "scores of pairs", "rewards")  # fmt: skip
+OBJECTIVES = (
+    "hidden words", "hidden runs of words", "retrieved neighbours", "pairs", "scores of pairs", "rewards", "a teacher",
+    "a teacher of own completions",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

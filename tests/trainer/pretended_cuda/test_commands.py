@@ -14,7 +14,12 @@ import torch
 
 from megatron_lite.cli import main
 from megatron_lite.processes import launch
-from tests.trainer.loop import test_preference_runs, test_reward_runs, test_t5_runs
+from tests.trainer.loop import (
+    test_distillation_runs,
+    test_preference_runs,
+    test_reward_runs,
+    test_t5_runs,
+)
 from tests.trainer.loop.launches import BERT, LLAMA, MIXTRAL
 from tests.trainer.objectives import test_policy_runs, test_retro
 from tests.trainer.pretended_cuda.device import PretendedGpu
@@ -75,6 +80,15 @@ COMMANDS = {
     "pairs": Command(
         f"{test_preference_runs.WORDS} --eval-iters 0 --lora-rank 4 --lora-modules-to-save lm_head --train-iters 2 --save ckpt",
         test_preference_runs.write_pairs,
+    ),
+    "a teacher": Command(
+        f"{test_distillation_runs.WORDS} --teacher-load {test_distillation_runs.TEACHER} --distill-alpha 0.5 --eval-iters 0 "
+        "--train-iters 2 --save ckpt",
+        test_distillation_runs.write_prompts,
+    ),
+    "a teacher of own completions": Command(
+        f"{test_distillation_runs.ON_POLICY} --eval-iters 0 --train-iters 2 --save ckpt",
+        test_distillation_runs.write_prompts,
     ),
     "scores of pairs": Command(SCORES, _write_pairs, "--resume"),
     "scores of pairs, adapters": Command(f"{SCORES} --lora-rank 4", _write_pairs, "--resume"),
@@ -146,7 +160,7 @@ def test_a_command_learns_what_it_learns_on_a_cpu(
         assert found[-1]["iteration"] == 3
     names = {
         *("loss", "grad_norm", "reward", "kl", "reward_margin", "validation_loss", "sop_loss"),
-        *("chosen_score", "rejected_score", "score_margin"),
+        *("chosen_score", "rejected_score", "score_margin", "cross_entropy", "divergence"),
     }
     for line, expected in zip(found, on_cpu, strict=True):
         for name in names & set(expected):
