@@ -13,7 +13,7 @@ from formats.pickle_writer import Placeholder
 from formats.safetensors import SafetensorsLayout
 from megaconv.engine.plan import OutputPlan, Placement, add_placements, native_dtype
 from megaconv.engine.sidecars import small_files
-from megaconv.errors import UsageError
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.meta_params import KINDS, PARAMS_NAME, is_llama3, params_json
 from megaconv.model.ir import Header, Key
@@ -49,6 +49,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     whole = Chunk.of_whole_model(config.layer_count)
     placements: dict[Key, list[Placement]] = {}
     rows = family(config.family).rows
+    if not rows[0].spelling(naming):
+        raise NotExpressible(
+            f"{KINDS[kind]} files have no names for a {config.family}; choose --saver hf"
+        )
     for rank in range(layout.tp):
         natives = list(native_tensors(rows, config, naming, layout, rank, whole, config.vocab))
         file, weights = _file(header, kind, rank, natives)

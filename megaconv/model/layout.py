@@ -190,7 +190,8 @@ def _even(layers: int, stages: int, split: LayerSplit) -> tuple[int, ...]:
     what = (
         "layers" if counted == layers else f"layers (with embedding and loss counted, {layers} +)"
     )
-    found = [divide(counted, stages, what, "pp x vpp", _UNEVEN)] * stages
+    remedy = _UNEVEN if counted > stages else ""  # no stage can have fewer than one
+    found = [divide(counted, stages, what, "pp x vpp", remedy)] * stages
     # The embedding and the loss each take the place of one layer on their stage.
     found[0] -= split.account_for_embedding
     found[-1] -= split.account_for_loss

@@ -70,6 +70,13 @@ def test_layers_are_shared_out_as_megatron_does(
             "layers = 5 can't be divided over pp x vpp = 2; .* --decoder-first-pipeline-num-layers",
         ),
         (6, 2, 2, EVEN, "layers = 6 can't be divided over pp x vpp = 4"),
+        (
+            2,
+            3,
+            1,
+            EVEN,
+            "layers = 2 can't be divided over pp x vpp = 3; choose a size that divides 2$",
+        ),
         (4, 1, 2, EVEN, "pipeline parallel size of 2 or more"),
         (4, 0, 1, EVEN, "pipeline parallel size is 0"),
         (4, 2, 0, EVEN, "virtual pipeline parallel size is 0"),

@@ -160,6 +160,23 @@ def test_names_of_classes_are_told_from_those_of_files(
     assert read == megaconv.fingerprint(sources[family]).weights
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"saver": "legacy"}, "legacy models can't represent a phi3; choose --saver core"),
+        (
+            {"saver": "llama_mistral", "checkpoint_type": "mistral"},
+            "Mistral's files have no names for a phi3; choose --saver hf",
+        ),
+    ],
+)
+def test_a_format_without_names_for_a_family_is_named_with_another(
+    options: dict[str, Any], refusal: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(NotExpressible, match=refusal):
+        megaconv.convert(sources["phi3"], tmp_path / "out", **options)
+
+
 @pytest.mark.parametrize("family", ["kimi_linear", "lfm3"])
 def test_a_model_without_experts_is_read_under_the_names_of_its_class(
     family: str, tmp_path: Path

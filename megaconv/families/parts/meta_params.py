@@ -121,7 +121,8 @@ def read_params(
         config = (_read_mistral if kind == "mistral" else _read_meta)(params, found)
         if config.attention.head_dim % 2 or config.attention.heads % config.attention.kv_heads:
             raise ValueError(
-                f"{config.attention.heads} heads of {config.attention.head_dim} with {config.attention.kv_heads} key/value heads can't be"
+                f"{config.attention.heads} heads of {config.attention.head_dim} with {config.attention.kv_heads} key/value heads; "
+                "expected heads of an even size, and a number of them that the key/value heads divide"
             )
     except (CorruptCheckpoint, TypeError, ValueError, KeyError, ZeroDivisionError) as error:
         what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
