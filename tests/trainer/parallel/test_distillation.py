@@ -26,12 +26,12 @@ from megatron_lite.settings.options import (
     OptimizerOptions,
     Recompute,
 )
+from tests.trainer.parallel.compared_steps import require_as_alone, require_figures
 from tests.trainer.parallel.small import MODELS
 from tests.trainer.parallel.worlds import World
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ROWS, LENGTH, MICROBATCHES, STEPS = 2, 16, 2, 10
-TOLERANCE = 1e-5
 LR, DECAY, BETAS = 5e-3, 0.1, (0.9, 0.95)
 CPU = torch.device("cpu")
 
@@ -172,10 +172,6 @@ def plain(case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     return found, {name: parameter.detach() for name, parameter in student.named_parameters()}
 
 
-def figures(report: StepReport) -> dict[str, float]:
-    return {"loss": report.loss, "grad_norm": report.grad_norm, **report.others}
-
-
 LOSSES = [
     Case(),
     Case(options=Distillation(0.7, 2.0), teacher="gpt2-conv1d"),
@@ -190,8 +186,7 @@ def test_ten_steps_are_those_of_plain_torch(case: Case) -> None:
     reports, weights = train(0, case)
     expected, trained = plain(case)
     assert expected[8]["loss"] < 0.97 * expected[0]["loss"], "something is learned"
-    for report, theirs in zip(reports, expected, strict=True):
-        assert figures(report) == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+    require_figures(reports, expected)
     if case.student == "llama-all-linear":  # transformers names the tensors of experts otherwise
         for name, tensor in trained.items():
             assert (weights[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
@@ -229,12 +224,7 @@ def test_ten_steps_at_every_layout_are_those_of_one_process(case: Case, world: W
 def assert_as_alone(case: Case, world: World) -> None:
     expected, weights = train(0, case.alone())
     assert expected[8].loss < 0.97 * expected[0].loss, "of the same batch"
-    for reports, found in world.run(case.world, train, case):
-        for report, alone in zip(reports, expected, strict=True):
-            assert figures(report) == pytest.approx(figures(alone), rel=TOLERANCE, abs=TOLERANCE)
-        for name, tensor in weights.items():
-            if tensor.ndim > 1:
-                assert (found[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
+    require_as_alone(world.run(case.world, train, case), (expected, weights))
 
 
 def test_a_model_learns_nothing_from_itself() -> None:

@@ -21,6 +21,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.score_loss import MARGIN
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import LoRA
+from tests.trainer.parallel.compared_steps import figures, require_figures
 from tests.trainer.parallel.test_reward_modeling import (
     BETAS,
     DECAY,
@@ -28,9 +29,7 @@ from tests.trainer.parallel.test_reward_modeling import (
     PAD,
     PAIRS,
     STEPS,
-    TOLERANCE,
     Case,
-    figures,
     made,
     make,
     own,
@@ -155,8 +154,7 @@ def test_ten_steps_with_margins_are_those_of_transformers(place: Path) -> None:
     plain = Plain.of(place, before)
     expected = plain.steps()
     assert expected[-1]["loss"] < 0.9 * expected[0]["loss"], "something is learned"
-    for report, theirs in zip(reports, expected, strict=True):
-        assert figures(report) == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+    require_figures(reports, expected)
     assert (after[HEAD] - before[HEAD]).norm() > 0.01
     assert_same(after, {name: tensor.detach() for name, tensor in plain.trained.items()})
 
@@ -192,8 +190,7 @@ def assert_as_alone(case: Case, place: Path, world: World) -> None:
     expected = train(0, Case(), place)
     ranks = world.run(case.world, train, case, place)
     for reports, *_ in ranks:
-        for report, one in zip(reports, expected.reports, strict=True):
-            assert figures(report) == pytest.approx(figures(one), rel=TOLERANCE, abs=TOLERANCE)
+        require_figures(reports, map(figures, expected.reports))
     assert_same(ranks[0].before, expected.before)
     assert_same(ranks[0].after, expected.after)
 

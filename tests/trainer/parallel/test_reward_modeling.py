@@ -21,12 +21,16 @@ from megatron_lite.objectives.score_loss import ScoreLoss
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.parallel.compared_steps import (
+    require_as_alone,
+    require_figures,
+    require_matrices,
+)
 from tests.trainer.parallel.worlds import World
 
 pytestmark = pytest.mark.oracle
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PAIRS, LENGTH, STEPS = 4, 16, 10
-TOLERANCE = 1e-5
 LR, DECAY, BETAS = 2e-3, 0.1, (0.9, 0.95)
 PAD = 0
 MODELS = {
@@ -176,27 +180,14 @@ def plain(case: Case, place: Path) -> tuple[list[dict[str, float]], dict[str, Te
     return found, load_file(place / "trained" / "model.safetensors")
 
 
-def figures(report: StepReport) -> dict[str, float]:
-    return {"loss": report.loss, "grad_norm": report.grad_norm, **report.others}
-
-
-def assert_same_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        # The gradient of a key bias is rounding alone, and Adam scales it up. So compare matrices only.
-        if tensor.ndim > 1:
-            assert (found[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
-
-
 def assert_as_transformers(case: Case, place: Path) -> None:
     reports, weights = train(0, case, place)
     expected, trained = plain(case, place)
     assert expected[-1]["loss"] < 0.9 * expected[0]["loss"], "something is learned"
-    for report, theirs in zip(reports, expected, strict=True):
-        assert report.tokens == PAIRS
-        assert figures(report) == pytest.approx(theirs, rel=TOLERANCE, abs=TOLERANCE)
+    assert [report.tokens for report in reports] == [PAIRS] * STEPS
+    require_figures(reports, expected)
     assert "score.weight" in trained
-    assert_same_weights(weights, trained)
+    require_matrices(weights, trained)
 
 
 @pytest.mark.parametrize("case", [Case(), Case(center=0.05)], ids=lambda case: f"{case.center}")
@@ -246,10 +237,7 @@ def assert_as_alone(case: Case, place: Path, world: World) -> None:
     alone = Case(model=case.model, center=case.center)
     expected, weights = train(0, alone, place)
     assert expected[-1].loss < 0.9 * expected[0].loss
-    for reports, found in world.run(case.world, train, case, place):
-        for report, one in zip(reports, expected, strict=True):
-            assert figures(report) == pytest.approx(figures(one), rel=TOLERANCE, abs=TOLERANCE)
-        assert_same_weights(found, weights)
+    require_as_alone(world.run(case.world, train, case, place), (expected, weights))
 
 
 def test_a_model_that_predicts_further_tokens_is_refused() -> None:
