@@ -63,6 +63,12 @@ def test_the_dtype_is_read_in_every_spelling(key: str, word: str) -> None:
     assert read(raw_config("llama", **{key: word})).dtype == "bfloat16"
 
 
+def test_a_cast_is_written_under_both_keys_of_the_dtype() -> None:
+    both = read(raw_config("llama", dtype="bfloat16", torch_dtype="bfloat16"))
+    written = json.loads(family("llama").config_json(changed(both, {"dtype": "float32"})))
+    assert (written["dtype"], written["torch_dtype"]) == ("float32", "float32")
+
+
 @pytest.mark.parametrize(("eos", "expected"), [(2, 2), ([2, 7], (2, 7)), ([2], (2,)), (None, None)])
 def test_end_of_sequence_tokens_may_be_several(eos: object, expected: object) -> None:
     config = read(raw_config("llama", eos_token_id=eos))

@@ -162,7 +162,8 @@ def updated(
     dtype = changes.pop("torch_dtype", None)
     merged = {**given, **changes}
     if dtype is not None:
-        merged["dtype" if "dtype" in given else "torch_dtype"] = dtype
+        stated = [key for key in ("dtype", "torch_dtype") if key in given]
+        merged |= dict.fromkeys(stated or ["torch_dtype"], dtype)
     merged.setdefault("architectures", now["architectures"])
     for key in (QUANTIZATION, _QUANTIZATION_OF_MLX, _EXPERT_DTYPE):
         merged.pop(key, None)  # the weights are no longer quantized
