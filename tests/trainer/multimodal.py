@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.trainer.image_texts import image_processor
+from tests.trainer.image_processors import image_processor
 from tests.trainer.multimodal_configs import MODELS as MODELS  # tests import it here, and token
 from tests.trainer.multimodal_configs import WITHOUT_VIDEOS
 from tests.trainer.special_tokens import SPECIAL, START

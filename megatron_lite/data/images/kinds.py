@@ -125,7 +125,7 @@ def _in_windows(config: Config) -> Joint:
     return Joint.IN_WINDOWS if is_large else Joint.NOWHERE
 
 
-def _of_text(words: Words) -> str:
+def _image_word(words: Words) -> str:
     """Return the word that a chat template writes for an image, if it is none of the model's tokens."""
     return "<image>"
 
@@ -181,15 +181,15 @@ KINDS: Sequence[ImageKind] = (
         ("image_token_id",),
         write_tiles,
         arguments=_in_tiles,
-        placeholder=_of_text,
+        placeholder=_image_word,
     ),
-    ImageKind(("ovis2",), ("image_token_id",), write_bordered, placeholder=_of_text),
+    ImageKind(("ovis2",), ("image_token_id",), write_bordered, placeholder=_image_word),
     ImageKind(
         ("aya_vision",),
         ("image_token_id", "image_token_index"),
         write_titled,
         arguments=_in_tiles,
-        placeholder=_of_text,
+        placeholder=_image_word,
     ),
     ImageKind(("cohere2_vision",), ("image_token_id",), write_lines),
     ImageKind(

@@ -133,10 +133,10 @@ def _patches_of_tiles(config: Config, processed: Processed) -> tuple[int, int]:
     """Return the (rows, columns) of patches of all tiles of an image, without their padding."""
     from transformers.image_processing_utils import select_best_resolution
 
-    side = _patches_of_side(config)
+    of_tile, size = _patches_of_side(config), config["vision_config"]["image_size"]
     height, width = (int(length) for length in processed["image_sizes"][0])
     fitted = select_best_resolution((height, width), config["image_grid_pinpoints"])
-    rows, columns = (length // config["vision_config"]["image_size"] * side for length in fitted)
+    rows, columns = (length // size * of_tile for length in fitted)
     if width / height > columns / rows:
         return _without_padding(rows, height * (columns / width)), columns
     return rows, _without_padding(columns, width * (rows / height))
@@ -248,15 +248,18 @@ def write_shaped(config: Config, processed: Processed, words: Words) -> Written:
 
 def write_sliced(config: Config, processed: Processed, words: Words) -> Written:
     """Return the number of an image in its chat, the whole image in small, and its slices, row by row."""
-    of_token = 4 if config.get("downsample_mode") == "4x" else 16
-    sizes = (int(rows) * int(columns) for rows, columns in processed["target_sizes"])
-    whole, *slices = (words.image * (patches // of_token) for patches in sizes)
-    rows, columns = (int(count) for count in processed["grids"][0])
+    patches_of_token = 4 if config.get("downsample_mode") == "4x" else 16
+    parts = []
+    for height, width in processed["target_sizes"]:
+        tokens = int(height) * int(width) // patches_of_token
+        parts.append(words.image * tokens)
+    whole, *slices = parts
+    columns = int(processed["grids"][0][1])
     text = f"<image_id>{NUMBER}</image_id><image>{whole}</image>"
-    for row in range(rows):
-        of_row = slices[row * columns : (row + 1) * columns]
-        line_break = "\n" if row else ""
-        text += line_break + "".join(f"<slice>{tokens}</slice>" for tokens in of_row)
+    for number, part in enumerate(slices):
+        if number and number % columns == 0:
+            text += "\n"
+        text += f"<slice>{part}</slice>"
     return _counted(text, words)
 
 

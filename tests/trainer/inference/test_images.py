@@ -32,7 +32,7 @@ from megatron_lite.inference.slots import Feed
 from megatron_lite.objectives.image_encoder import ImageEncoder
 from megatron_lite.processes import launch
 from megatron_lite.settings.parallel import Parallel
-from tests.trainer.image_texts import processed_by, texts_of
+from tests.trainer.image_texts import WORD, shown
 from tests.trainer.inference.illustrated import FOLLOWING, NAMES, PROMPT, in_layout
 from tests.trainer.inference.models import tiny
 from tests.trainer.inference.serving import ForkedServing
@@ -43,8 +43,6 @@ from tests.trainer.special_tokens import BORDERS
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
-
-WORD = "<|image_pad|>"
 
 
 class Case(NamedTuple):
@@ -76,10 +74,9 @@ def arguments_of_transformers(
     own_tokenizer = transformers.AutoTokenizer.from_pretrained(hf)
     processor = transformers.AutoImageProcessor.from_pretrained(hf)
     images = [Image.open(directory / "data" / name) for name in names]
-    arguments = processed_by(kind, processor, images, transformers)
+    arguments, written = shown(kind, images, processor, transformers)
     text = own_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
-    written = texts_of(kind, transformers, arguments, WORD)
     text = first + "".join(map("".join, zip(written, others, strict=True)))
     return own_tokenizer(text, add_special_tokens=False)["input_ids"], arguments
 

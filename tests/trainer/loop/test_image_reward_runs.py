@@ -89,7 +89,7 @@ def require_comparable(directory: Path) -> None:
     assert not any(special & set(ids) for _, ids, *_ in seen(directory)), "take another --seed"
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("qwen2_5_vl", 3), ("qwen3_vl", 1), ("gemma3", 1)])
+@pytest.mark.parametrize(("kind", "seed"), [("qwen2_5_vl", 3), ("qwen3_vl", 2), ("gemma3", 1)])
 def test_a_step_is_that_of_transformers(kind: str, seed: int, tmp_path: Path) -> None:
     make(kind, tmp_path)
     log = train(tmp_path, 1, f"{COMMAND} --seed {seed}").log(0)

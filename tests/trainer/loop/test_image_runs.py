@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import megaconv
-from tests.trainer.image_texts import processed_by, texts_of
+from tests.trainer.image_texts import WORD, shown
 from tests.trainer.loop.launches import launch, metrics, train
-from tests.trainer.loop.whole_models import WORD, assert_weights, learn, load_whole
+from tests.trainer.loop.whole_models import assert_weights, learn, load_whole
 from tests.trainer.multimodal import MODELS, PLACEHOLDERS, chats, create, token, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -53,9 +53,8 @@ def examples(kind: str, directory: Path) -> Iterator[Example]:
         arguments: dict[str, Any] = {}
         if names:
             images = [Image.open(directory / "data" / name) for name in names]
-            arguments = processed_by(kind, processor, images, transformers)
+            arguments, written = shown(kind, images, processor, transformers)
             first, *others = text.split(PLACEHOLDERS.get(kind, WORD))
-            written = texts_of(kind, transformers, arguments, WORD)
             text = first + "".join(map("".join, zip(written, others, strict=True)))
         start = text.index("assistant\n") + len("assistant\n")
         end = text.index("<|im_end|>", start) + len("<|im_end|>")

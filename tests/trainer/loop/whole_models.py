@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 import megaconv
-from tests.trainer.image_texts import processed_by, texts_of
+from tests.trainer.image_texts import WORD, shown
 from tests.trainer.multimodal import PLACEHOLDERS, token
 
-WORD = "<|image_pad|>"
 BESIDE = (
     "visual",
     "model.merger",
@@ -69,9 +68,8 @@ class OfTransformers:
         arguments: dict[str, Any] = {}
         if names:
             images = [Image.open(self._data / name) for name in names]
-            arguments = processed_by(self._kind, self._processor, images, self._transformers)
+            arguments, written = shown(self._kind, images, self._processor, self._transformers)
             first, *others = text.split(PLACEHOLDERS.get(self._kind, WORD))
-            written = texts_of(self._kind, self._transformers, arguments, WORD)
             text = first + "".join(map("".join, zip(written, others, strict=True)))
         return self._tokenizer(text, add_special_tokens=False)["input_ids"], arguments
 
