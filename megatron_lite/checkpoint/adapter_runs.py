@@ -2,7 +2,7 @@
 
 iter_0000100/adapter_config.json, adapter_model.safetensors      peft's files; the weights are the optimizer's float32 masters
 iter_0000100/optimizer.safetensors                               `exp_avg.<name>` …, whole matrices, one per expert
-iter_0000100/trainer_state.json                                  progress, precision, and the base model of the adapters
+iter_0000100/trainer_state.json                                  progress, precision, objective, and the base model of the adapters
 """
 
 import json
@@ -26,7 +26,7 @@ from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
 from megatron_lite.checkpoint.peft import ReadAdapter, adapter_files, read_adapter
 from megatron_lite.checkpoint.restore import load_state
-from megatron_lite.checkpoint.same_run import STATE, check_same_start
+from megatron_lite.checkpoint.same_run import STATE, check_same_objective, check_same_start
 from megatron_lite.checkpoint.saver import has_checkpoint
 from megatron_lite.checkpoint.snapshot import Snapshot
 from megatron_lite.checkpoint.state import Progress
@@ -128,11 +128,14 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
     try:
         progress, base = Progress(**state["progress"]), str(state["base"])
         dtype = None if state.get("dtype") is None else str(state["dtype"])
-    except (TypeError, KeyError) as error:
+        before = dict(state.get("objective", {}))
+    except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpoint(
             f"{version / STATE}: is not the state of a run ({error})"
         ) from error
-    check_same_start(settings, str(version.parent), base)
+    saved = str(version.parent)
+    check_same_start(settings, saved, base)
+    check_same_objective(settings, saved, before)
     read = _read(settings, version, config)
     tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in read.tensors.items()}
     if (version / OPTIMIZER).is_file() and not settings.checkpointing.no_load_optim:
@@ -160,9 +163,17 @@ def start_adapters(
 
 
 def adapter_snapshot(
-    engine: Engine, progress: Progress, base: str, *, with_optimizer: bool
+    engine: Engine,
+    progress: Progress,
+    base: str,
+    objective: Mapping[str, Any],
+    *,
+    with_optimizer: bool,
 ) -> Snapshot:
-    """Return the snapshot of a run's adapters: the whole model on rank 0, empty on other ranks. Collective."""
+    """Return the snapshot of a run's adapters: the whole model on rank 0, empty on other ranks. Collective.
+
+    objective: see stated_objective.
+    """
     options = engine.options.lora
     assert options is not None
     found = gather_adapters(engine)
@@ -178,6 +189,7 @@ def adapter_snapshot(
     files = adapter_files(weights, engine.config, options, base)
     state: dict[str, Any] = {
         "base": base,
+        "objective": dict(objective),
         "dtype": engine.options.dtype,
         "progress": asdict(progress),
     }

@@ -21,21 +21,41 @@ STATE = "trainer_state.json"
 _REMEDY = "choose another directory for --save, or pass what that run was given"
 
 
+def stated_objective(settings: Settings) -> dict[str, Any]:
+    """Return the settings that choose the objective, by name. The arguments of a run have the same names."""
+    return {
+        "dpo": settings.dpo.dpo,
+        "reward_modeling": settings.rewards.reward_modeling,
+        "grpo": settings.grpo.grpo,
+        "teacher_load": settings.distilling.teacher_load,
+        "distill_on_policy": settings.distilling.distill_on_policy,
+    }
+
+
 def check_same_run(settings: Settings, saved: str, before: Mapping[str, Any]) -> None:
     """Check MODEL and the objective. before: the arguments of the run in `saved`. Raises UsageError."""
     if not settings.logging.guide:
         return
     if "load" in before:
         check_same_start(settings, saved, before["load"])
-    objectives = {
-        "dpo": settings.dpo.dpo,
-        "reward_modeling": settings.rewards.reward_modeling,
-        "grpo": settings.grpo.grpo,
-    }
-    for name, value in objectives.items():
-        if name in before and bool(before[name]) != value:
+    check_same_objective(settings, saved, before)
+
+
+def check_same_objective(settings: Settings, saved: str, before: Mapping[str, Any]) -> None:
+    """Check the objective and the teacher, if `finetune MODEL DATA` resumes. before: see check_same_run. Raises UsageError."""
+    if not settings.logging.guide:
+        return
+    stated = stated_objective(settings)
+    for name in (name for name in stated if name in before):
+        value = bool(stated[name])
+        if bool(before[name]) != value:
             trained = "without" if value else "with"
             raise UsageError(f"--save {saved}: holds a run {trained} {flag_name(name)}; {_REMEDY}")
+    teacher, earlier = stated["teacher_load"], before.get("teacher_load")
+    if teacher and earlier and _last_name(teacher) != _last_name(earlier):
+        raise UsageError(
+            f"--save {saved}: holds a run with the teacher {earlier}, not {teacher}; {_REMEDY}"
+        )
 
 
 def check_same_start(settings: Settings, saved: str, before: str | None) -> None:

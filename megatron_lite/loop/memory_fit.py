@@ -78,6 +78,8 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
     objectives = (
         ("--dpo", settings.dpo.dpo),
         ("--reward-modeling", settings.rewards.reward_modeling),
+        ("--distill-on-policy", settings.distilling.distill_on_policy),
+        ("--lora-dora", settings.lora.lora_dora),
     )
     asked = "".join(f" {flag}" for flag, is_asked in objectives if is_asked) + _further_flags(
         settings

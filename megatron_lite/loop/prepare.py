@@ -161,7 +161,7 @@ def _basis(settings: Settings, place: Place, *, finetune: bool) -> Basis:
     config = objective.described(config, tokenizer)
     data = all_or_none(lambda: objective.read(settings, tokenizer))
     adapters = once_a_node(lambda: find_adapters(settings, config), place.node)
-    teacher = once_a_node(lambda: find_teacher(settings, config, start), place.node)
+    teacher = once_a_node(lambda: find_teacher(settings, config, start, tokenizer), place.node)
     return Basis(objective, start, adapters, tokenizer, config, dropouts, data, teacher)
 
 

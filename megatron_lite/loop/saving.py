@@ -13,6 +13,7 @@ from formats.errors import NotEnoughSpace
 from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
 from megatron_lite.checkpoint.rank_state import rank_snapshot
+from megatron_lite.checkpoint.same_run import stated_objective
 from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.loop.run import Run
@@ -74,7 +75,11 @@ def _take(run: Run, progress: Progress) -> Snapshot:
     if run.engine.options.lora is None:
         return _snapshot(run, progress)
     return adapter_snapshot(
-        run.engine, progress, str(saving.load), with_optimizer=not saving.no_save_optim
+        run.engine,
+        progress,
+        str(saving.load),
+        stated_objective(run.settings),
+        with_optimizer=not saving.no_save_optim,
     )
 
 

@@ -91,6 +91,14 @@ def _saves_over_load(saving: Checkpointing) -> bool:
     return os.path.realpath(saving.load) == os.path.realpath(saving.save)
 
 
+def _saves_over(place: str, saving: Checkpointing) -> bool:
+    """Return whether a place is the directory of --save, or inside it."""
+    if not saving.save:
+        return False
+    root, own = os.path.realpath(saving.save), os.path.realpath(place)
+    return own == root or own.startswith(root + os.sep)
+
+
 NOT_OF_PROMPTS = (
     "finetune_form",
     "finetune_turns",
@@ -213,6 +221,10 @@ def _distillation(settings: Settings) -> Judged:
     yield (
         not 0 < asked.distill_temperature < float("inf"),
         f"--distill-temperature {asked.distill_temperature:g} must be more than 0",
+    )
+    yield (
+        _saves_over(asked.teacher_load, settings.checkpointing),
+        f"--teacher-load {asked.teacher_load}: is in the directory of --save, and the teacher has to stay as it is; give another --save",
     )
     if asked.distill_on_policy:
         yield (

@@ -6,13 +6,14 @@ from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
 from megaconv.planning.run import KEEP_ALL
-from megatron_lite.settings.options import ModelOptions
+from megatron_lite.settings.options import Balancing, ModelOptions
 
 
 def teacher_options(of_student: ModelOptions) -> ModelOptions:
-    """Return the options of a model that is computed without gradients."""
+    """Return the options of a model that is computed without gradients. Its experts drop no tokens."""
     return replace(
         of_student,
+        balance=Balancing(router_dtype=of_student.balance.router_dtype),
         lora=None,
         fp8=None,
         trains=False,

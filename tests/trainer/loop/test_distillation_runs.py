@@ -144,6 +144,57 @@ def test_teachers_of_other_tokens_are_refused(tmp_path: Path) -> None:
     )
 
 
+def test_a_fresh_student_has_the_tokenizer_of_its_teacher(tmp_path: Path) -> None:
+    """Its tokenizer is that of the flags. The teacher's predictions were learned as those of other words."""
+    for name, word in (("student", "a"), ("teacher", "b")):
+        shutil.copytree(TEACHER, tmp_path / name)
+        tokens = {"x": 0, word: 1, "<|endoftext|>": 2}
+        (tmp_path / name / "vocab.json").write_text(json.dumps(tokens))
+        (tmp_path / name / "merges.txt").write_text("#version: 0.2\n")
+    words = (
+        "--tokenizer-type GPT2BPETokenizer --vocab-file student/vocab.json --merge-file student/merges.txt "
+        "--make-vocab-size-divisible-by 2"
+    )
+    model = LLAMA.replace("--vocab-size 60", words)
+    error = refused(tmp_path, f"pretrain {model} --train-iters 2 --teacher-load teacher")
+    assert "--teacher-load teacher: has another tokenizer, in which token 1 is 'b'" in error
+
+
+def test_a_teacher_is_not_in_the_directory_of_the_run(tmp_path: Path) -> None:
+    """--resume would take the student as its teacher, and --keep-last would remove it."""
+    write_prompts(tmp_path)
+    for inside in (".", "hf"):
+        shutil.copytree(TEACHER, tmp_path / "ckpt" / inside, dirs_exist_ok=True)
+        place = f"ckpt/{inside}"
+        command = f"{WORDS} --teacher-load {place} --save {tmp_path}/ckpt --train-iters 2"
+        assert f"--teacher-load {place}: is in the directory of --save" in refused(
+            tmp_path, command
+        )
+
+
+@pytest.mark.parametrize("adapters", ["", "--lora-rank 2"])
+def test_the_short_form_continues_no_run_with_another_teacher(
+    adapters: str, tmp_path: Path
+) -> None:
+    """It learned from the labels alone, or from the other teacher, and said nothing."""
+    write_prompts(tmp_path)
+    shutil.copytree(TEACHER, tmp_path / "other")
+    short = f"finetune {STUDENT} prompts.jsonl --save tuned --train-iters 1 --global-batch-size 4 --seq-length 16 {adapters}"
+    train(tmp_path, 1, f"{short} --teacher-load {TEACHER}")
+    for flags, words in (
+        ("", "--save tuned: holds a run with --teacher-load"),
+        (
+            "--teacher-load other",
+            f"--save tuned: holds a run with the teacher {TEACHER}, not other",
+        ),
+    ):
+        again = launch(tmp_path, 1, f"{short} {flags}")
+        assert again.wait() == [2], again.logs()
+        assert words in again.log(0)
+    again = train(tmp_path, 1, f"{short} --teacher-load {TEACHER}")
+    assert "nothing left: the run has made its" in again.log(0)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

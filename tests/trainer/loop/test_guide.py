@@ -182,7 +182,7 @@ def test_completions_and_the_reference_model_count_as_memory(
 def test_adapters_that_do_not_fit_are_refused_with_a_command_for_more_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    setup, options = plain_setup(f"{LLAMA} --lora-rank 4")
+    setup, options = plain_setup(f"{LLAMA} --lora-rank 4 --lora-dora")
     options = replace(options, lora=adapter_options(setup.settings))
     [needed] = stage_memory(described(setup, options))
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: needed.total)
@@ -192,7 +192,10 @@ def test_adapters_that_do_not_fit_are_refused_with_a_command_for_more_ranks(
         memory_fit.check_fits(setup, options, rows=1)
     said = str(refusal.value)
     assert "train adapters" not in said
-    assert "finetune base DATA --lora-rank 4 --save tuned --data-parallel-sharding-strategy" in said
+    assert (
+        "finetune base DATA --lora-dora --lora-rank 4 --save tuned --data-parallel-sharding-strategy"
+        in said
+    )
 
 
 def test_the_curve_falls_from_left_to_right() -> None:

@@ -20,6 +20,7 @@ from megatron_lite.objectives.teacher import teacher_engine, with_teaching
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import (
+    Balancing,
     Distillation,
     LoRA,
     ModelOptions,
@@ -51,6 +52,7 @@ class Case:
     recompute: Recompute = Recompute()  # noqa: RUF009  # frozen
     options: Distillation = Distillation()  # noqa: RUF009  # frozen
     lora: LoRA | None = None
+    balance: Balancing = Balancing()  # noqa: RUF009  # frozen
     teacher: str = "mixtral-experts"
     student: str = "llama-all-linear"
 
@@ -87,7 +89,7 @@ def make(case: Case, device: torch.device = CPU) -> tuple[Engine, Engine]:
     grid = make_grid(layout, case.dp, device, cp=case.cp, experts=has_experts)
     options = ModelOptions(
         "float32", sequence_parallel=case.sequence_parallel, recompute=case.recompute, vocab_divisor=1 if case.tp == 1 else 2,
-        lora=case.lora,
+        lora=case.lora, balance=case.balance,
     )  # fmt: skip
     optimizer = OptimizerOptions(
         betas=BETAS, clip_grad=0, distributed=case.distributed, bucket_elements=500,
@@ -233,6 +235,17 @@ def test_a_model_learns_nothing_from_itself() -> None:
     report = student.train_step(with_teaching(teacher, batches(0)), LR)
     assert report.loss == pytest.approx(0, abs=1e-6)
     assert report.grad_norm == pytest.approx(0, abs=1e-6)
+
+
+def test_the_experts_of_a_teacher_drop_no_tokens() -> None:
+    """The flags of capacity are for the student. A teacher with its capacity predicts something else than the model."""
+    found = []
+    for balance in (Balancing(), Balancing(capacity_factor=0.5, pads=True)):
+        case = Case(student="mixtral-experts", balance=balance)
+        student, teacher = make(case)
+        assert student.options.balance == balance
+        found.append(teacher.teaching(batches(0))[0].hidden)
+    assert torch.equal(*found)
 
 
 def test_a_model_that_predicts_further_tokens_is_refused() -> None:
