@@ -3,6 +3,7 @@
 The rank file at the end is compared, by torch alone, with the one that a direct conversion writes.
 """
 
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import megaconv
-from megaconv.errors import CheckpointError
+from megaconv.errors import CheckpointError, NotExpressible
+from megaconv.model.config import ModelConfig
 from tests.engine.journeys import ordinary, target, write_possible
 from tests.engine.test_chains import bits
 from tests.optimizer_models import load, write_trained
@@ -36,8 +38,8 @@ ONE_RANK: dict[str, Any] = {
 def run_journey(number: int, folder: Path) -> None:
     """Run the journey of a number and check each output."""
     random = Random(number)
-    config = write_possible(FAMILIES, folder / "hf", random, ordinary)
-    trained = write_trained(folder / "hf", folder / "trained", dtype=config.dtype)
+    config = write_run(folder, random)
+    trained = folder / "trained"
     expected = megaconv.fingerprint(trained)
     at, made = trained, []
     for _ in range(TRIES):
@@ -56,6 +58,18 @@ def run_journey(number: int, folder: Path) -> None:
         assert report.fingerprint == megaconv.fingerprint(output), made
         assert report.fingerprint == expected, made
     check_same_rank(at, trained, folder)
+
+
+def write_run(folder: Path, random: Random) -> ModelConfig:
+    """Write `hf`, and the run `trained`. Models are drawn until Megatron has one with these settings."""
+    while True:
+        config = write_possible(FAMILIES, folder / "hf", random, ordinary)
+        try:
+            write_trained(folder / "hf", folder / "trained", dtype=config.dtype)
+        except NotExpressible:
+            shutil.rmtree(folder / "hf")
+        else:
+            return config
 
 
 def check_same_rank(at: Path, trained: Path, folder: Path) -> None:
