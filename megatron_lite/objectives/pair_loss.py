@@ -1,7 +1,8 @@
 """Losses of pairs of answers, one chosen and one rejected.
 
-Direct preference optimization (arXiv:2305.18290), IPO (2310.12036) and hinge (SLiC, 2305.10425). Names, smoothing and
-IPO's means over an answer's length follow TRL.
+Direct preference optimization (arXiv:2305.18290), IPO (2310.12036), hinge (SLiC, 2305.10425), and without a reference
+model SimPO (2405.14734) and ORPO (2403.07691). Names, smoothing and means over an answer's length follow TRL. ORPO's
+cross entropy is that of the chosen answer without its question.
 
 The loss is a function of the answers' log-probabilities, which are sums over labels. So its gradient with respect to a
 label's loss is one number for each answer. The backward pass is that of a weighted sum of the labels' losses, as in
@@ -22,11 +23,16 @@ from megatron_lite.objectives.paired_rows import PairCriterion, counted_once
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.context import ContextGroup
 from megatron_lite.parallel.payload import Payload
+from megatron_lite.settings.learning import WITH_REFERENCE
 
 FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
 """Reported next to the loss, as means over pairs."""
 REFERENCE = "reference"
-"""Name among a microbatch's extras: float64 [batch], the reference model's log-probability of each row's labels that count."""
+"""Name among a microbatch's extras: float64 [batch], the reference model's log-probability of each row's labels that count.
+
+Losses without a reference have none."""
+OF_MEANS = ("ipo", "simpo", "orpo")
+"""Losses that compare means over an answer's tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +42,15 @@ class Preference:
     beta: float = 0.1
     """Factor of rewards. A reward is beta times the gain in log-probability over the reference."""
     loss: str = "sigmoid"
-    """`sigmoid`, `hinge` or `ipo`."""
+    """`sigmoid`, `hinge`, `ipo`, `simpo` or `orpo`."""
     label_smoothing: float = 0.0
     """Probability that a pair is in the wrong order."""
+    gamma: float = 0.5
+    """SimPO: the margin by which the chosen answer has to win."""
+
+    @property
+    def has_reference(self) -> bool:
+        return self.loss in WITH_REFERENCE
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,8 @@ class PairLoss(PairCriterion):
         counting = run.label_weights()
         with torch.no_grad():
             _, losses = stage.label_losses(given, run.labels, counting)
-        compared = compare(losses, counting, run.extras[REFERENCE], self.options, run.context)
+        reference = run.extras[REFERENCE] if self.options.has_reference else 0.0
+        compared = compare(losses, counting, reference, self.options, run.context)
         weights = counting * compared.weights.unsqueeze(1) * run.share
         total, _ = stage.label_losses(given, run.labels, weights)
         return total, counted_once(compared.figures, run)
@@ -79,13 +92,13 @@ class Compared(NamedTuple):
 def compare(
     losses: Tensor,
     counting: Tensor,
-    reference: Tensor,
+    reference: Tensor | float,
     options: Preference,
     context: ContextGroup | None,
 ) -> Compared:
     """Compare the answers of each pair. losses, counting (0 or 1): [rows, sequence] of this rank's tokens.
 
-    losses: cross entropies, not differentiable. reference: see REFERENCE.
+    losses: cross entropies, not differentiable. reference: see REFERENCE; 0 without one.
     """
     summed_losses = (losses * counting).sum(1, dtype=torch.float64)
     lengths = counting.sum(1, dtype=torch.float64)
@@ -93,9 +106,8 @@ def compare(
     if context is not None:
         comm.all_reduce(sums, context.group)
     summed_losses, lengths = sums
-    # IPO uses means per token.
     part = torch.ones_like(lengths)
-    if options.loss == "ipo":
+    if options.loss in OF_MEANS:
         part = 1 / lengths.clamp(min=1)
     likelier = -summed_losses - reference
     gains = likelier * part
@@ -103,7 +115,7 @@ def compare(
         gains.requires_grad_()
         loss = pair_losses(gains, options)
         (slopes,) = torch.autograd.grad(loss.sum(), gains)
-    rewards = options.beta * likelier
+    rewards = options.beta * (likelier if options.has_reference else gains.detach())
     chosen = rewards[0::2]
     rejected = rewards[1::2]
     figures = {
@@ -120,12 +132,31 @@ def compare(
 def pair_losses(gains: Tensor, options: Preference) -> Tensor:
     """Return the loss of each pair.
 
-    gains [rows]: log-probability of each answer minus the reference's (ipo: the mean per token).
+    gains [rows]: log-probability of each answer minus the reference's, if there is one. OF_MEANS: the mean per token.
     """
+    if options.loss == "orpo":
+        return _odds_ratio_loss(gains[0::2], gains[1::2], options.beta)
     margins, smoothing = gains[0::2] - gains[1::2], options.label_smoothing
     if options.loss == "ipo":
         return (margins - 1 / (2 * options.beta)) ** 2
     if options.loss == "hinge":
         return torch.relu(1 - options.beta * margins)
     scaled = options.beta * margins
+    if options.loss == "simpo":
+        return -F.logsigmoid(scaled - options.gamma)
     return -(1 - smoothing) * F.logsigmoid(scaled) - smoothing * F.logsigmoid(-scaled)
+
+
+def _odds_ratio_loss(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
+    """Return ORPO's loss of each pair: the cross entropy of the chosen answer, and beta times that of the ratio of odds.
+
+    chosen, rejected [pairs]: means of log-probabilities per token.
+    """
+    ratio = _log_odds(chosen) - _log_odds(rejected)
+    return -chosen - beta * F.logsigmoid(ratio)
+
+
+def _log_odds(log_p: Tensor) -> Tensor:
+    """Return log(p / (1 - p)). An answer that is certain counts as almost certain."""
+    certain = log_p.clamp(max=-1e-12)
+    return certain - torch.log(-torch.expm1(certain))

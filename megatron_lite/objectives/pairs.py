@@ -20,6 +20,7 @@ from megatron_lite.objectives.pair_loss import FIGURES, REFERENCE, PairLoss, Pre
 from megatron_lite.objectives.reference import with_reference
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import WITHOUT_REFERENCE
 from megatron_lite.settings.options import ModelOptions
 
 
@@ -49,7 +50,8 @@ class Pairs(Objective):
 
     def criterion(self, settings: Settings) -> Criterion:
         dpo = settings.dpo
-        return PairLoss(Preference(dpo.dpo_beta, dpo.dpo_loss, dpo.dpo_label_smoothing))
+        smoothing, gamma = dpo.dpo_label_smoothing, dpo.simpo_gamma
+        return PairLoss(Preference(dpo.dpo_beta, dpo.dpo_loss, smoothing, gamma))
 
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
@@ -67,6 +69,8 @@ class Pairs(Objective):
         setup: Setup,
     ) -> list[Dataset | None]:
         """See Objective.load. The reference's log-probabilities of the answers become part of the datasets."""
+        if setup.settings.dpo.dpo_loss in WITHOUT_REFERENCE:
+            return super().load(engine, start, datasets, feeder, setup)
         return with_reference(engine, start, datasets, feeder, setup)
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:

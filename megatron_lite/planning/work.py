@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import WITH_REFERENCE
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ TEACHER_LOSSES = 3
 def work_of(settings: Settings) -> Work:
     """Return the work of a run's objective."""
     if settings.dpo.dpo:
-        return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=True)
+        has_reference = settings.dpo.dpo_loss in WITH_REFERENCE
+        return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=has_reference)
     if settings.grpo.grpo:
         return _of_completions(settings)
     if settings.distilling.teacher_load is not None:

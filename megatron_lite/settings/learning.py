@@ -87,6 +87,10 @@ class Data:
     )
 
 
+WITH_REFERENCE, WITHOUT_REFERENCE = ("sigmoid", "hinge", "ipo"), ("simpo", "orpo")
+"""Losses of pairs: those that compare with a reference model, and the others."""
+
+
 @dataclass(frozen=True)
 class Dpo:
     """DPO: learning from pairs of answers"""
@@ -102,7 +106,13 @@ class Dpo:
         samples=True,
     )
     dpo_loss: str = flag(
-        "sigmoid", "loss of a pair", choices=("sigmoid", "hinge", "ipo"), samples=True
+        "sigmoid",
+        "loss of a pair; simpo and orpo have no reference model",
+        choices=(*WITH_REFERENCE, *WITHOUT_REFERENCE),
+        samples=True,
+    )
+    simpo_gamma: float = flag(
+        0.5, "simpo: the margin by which the chosen answer has to win", samples=True
     )
     dpo_label_smoothing: float = flag(
         0.0, "probability that chosen and rejected are swapped, below 0.5", samples=True

@@ -6,6 +6,7 @@ from megaconv.errors import UsageError
 from megatron_lite.settings.config import Checkpointing, Settings, flags
 from megatron_lite.settings.contradictions import Judged, flag_name
 from megatron_lite.settings.grpo import Grpo
+from megatron_lite.settings.learning import WITH_REFERENCE
 
 OTHER_DATA = (
     "data_path", "train_data_path", "valid_data_path", "test_data_path", "split", "mock_data", "finetune_data", "valid_finetune_data",
@@ -30,13 +31,14 @@ def _pairs(settings: Settings) -> Judged:
             yield name in settings.given, f"{flag_name(name)} requires --dpo"
         return
     smoothing = dpo.dpo_label_smoothing
+    has_reference = dpo.dpo_loss in WITH_REFERENCE
     yield not settings.data.finetune_data, "--dpo learns from --finetune-data, which is missing"
     yield (
-        saving.load is None,
+        has_reference and saving.load is None,
         "--dpo needs --load, which is the reference model, also with --resume",
     )
     yield (
-        _saves_over_load(saving),
+        has_reference and _saves_over_load(saving),
         "--dpo: --load is the reference model and has to stay as it is; give another --save",
     )
     yield dpo.dpo_beta <= 0, f"--dpo-beta {dpo.dpo_beta:g} must be more than 0"
@@ -47,6 +49,18 @@ def _pairs(settings: Settings) -> Judged:
     yield (
         smoothing and dpo.dpo_loss != "sigmoid",
         "--dpo-label-smoothing requires --dpo-loss sigmoid",
+    )
+    yield (
+        dpo.dpo_reference_cache is not None and not has_reference,
+        f"--dpo-loss {dpo.dpo_loss} has no reference model; leave --dpo-reference-cache out",
+    )
+    yield (
+        "simpo_gamma" in settings.given and dpo.dpo_loss != "simpo",
+        "--simpo-gamma requires --dpo-loss simpo",
+    )
+    yield (
+        not 0 <= dpo.simpo_gamma < float("inf"),
+        f"--simpo-gamma {dpo.simpo_gamma:g} must be 0 or more",
     )
     yield (
         settings.data.finetune_form is not None,

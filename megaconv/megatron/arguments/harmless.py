@@ -284,7 +284,7 @@ _BY_REASON: Mapping[str, str] = {
         bert_no_binary_head center_rewards_coefficient compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss
         distill_alpha distill_beta distill_on_policy distill_temperature dpo_reference_cache epochs teacher_load
         beta epsilon epsilon_high grpo loss_type max_completion_length num_generations num_iterations reward reward_modeling reward_weights
-        scale_rewards temperature use_bias_correction_kl
+        scale_rewards simpo_gamma temperature use_bias_correction_kl
         finetune_data finetune_form finetune_turns fp32 fp8_format keep_last keep_last_batch lora_alpha
         lora_dora lora_dropout lora_load lora_modules_to_save lora_rank lora_rslora lora_targets lora_trainable_token_indices
         metrics_file no_bias_gelu_fusion

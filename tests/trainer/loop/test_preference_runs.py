@@ -114,6 +114,23 @@ def test_a_cached_reference_serves_other_layouts_and_adapters(tmp_path: Path) ->
     assert "was made with other layout, batch, precision or version of torch" in moved
 
 
+@pytest.mark.parametrize("loss", ["simpo --dpo-beta 2", "orpo"])
+def test_a_loss_without_a_reference_measures_none_and_goes_on_without_load(
+    loss: str, tmp_path: Path
+) -> None:
+    for name in ("whole", "same"):
+        write_pairs(tmp_path / name)
+    command = f"{WORDS} --dpo-loss {loss} --split 80,20,0 --eval-interval 2 --eval-iters 1 --train-iters 4 --save ckpt"
+    log = train(tmp_path / "whole", 1, command).log(0)
+    assert "reference" not in log
+    found = figures(tmp_path / "whole")
+    assert found[-1][0] < found[0][0]
+    train(tmp_path / "same", 1, f"{command} --exit-interval 2")
+    again = command.replace(f"finetune --load {BASE}", "pretrain")
+    train(tmp_path / "same", 1, f"{again} --resume")
+    assert figures(tmp_path / "same") == found
+
+
 def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None:
     for name, size, layout in (
         ("alone", 1, ""),
@@ -138,6 +155,9 @@ def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None
         (f"--dpo --load {BASE} --dpo-beta 0", "--dpo-beta 0 must be more than 0"),
         (f"--dpo --load {BASE} --dpo-label-smoothing 0.5", "--dpo-label-smoothing 0.5 has to lie between 0 and 0.5"),
         (f"--dpo --load {BASE} --dpo-loss ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing requires --dpo-loss sigmoid"),
+        (f"--dpo --load {BASE} --simpo-gamma 1", "--simpo-gamma requires --dpo-loss simpo"),
+        (f"--dpo --load {BASE} --dpo-loss simpo --simpo-gamma -1", "--simpo-gamma -1 must be 0 or more"),
+        (f"--dpo --load {BASE} --dpo-loss orpo --dpo-reference-cache kept", "--dpo-loss orpo has no reference model"),
         ("--dpo --load ckpt --save ckpt", "--dpo: --load is the reference model and has to stay as it is"),
     ],
 )  # fmt: skip

@@ -169,6 +169,9 @@ def plain(case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
                 reference, _ = log_probs(before, *pair)
             gains = policy - reference
             rewards = options.beta * gains.detach()
+            if not options.has_reference:
+                gains = policy / lengths
+                rewards = options.beta * gains.detach()
             if options.loss == "ipo":
                 gains = gains / lengths
             margin, beta, smoothing = gains[0] - gains[1], options.beta, options.label_smoothing
@@ -176,6 +179,8 @@ def plain(case: Case) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
                 "sigmoid": -(1 - smoothing) * F.logsigmoid(beta * margin) - smoothing * F.logsigmoid(-beta * margin),
                 "hinge": torch.relu(1 - beta * margin),
                 "ipo": (margin - 1 / (2 * beta)) ** 2,
+                "simpo": -F.logsigmoid(beta * margin - options.gamma),
+                "orpo": -gains[0] - beta * F.logsigmoid(margin - ((1 - gains[0].exp()) / (1 - gains[1].exp())).log()),
             }[options.loss])  # fmt: skip
             chosen.append(rewards[0].item())
             rejected.append(rewards[1].item())
@@ -197,6 +202,8 @@ LOSSES = [
     Preference(beta=0.5, label_smoothing=0.2),
     Preference(beta=0.5, loss="hinge"),
     Preference(beta=0.1, loss="ipo"),
+    Preference(beta=0.5, loss="simpo", gamma=0.2),
+    Preference(beta=0.3, loss="orpo"),
 ]
 
 
@@ -220,6 +227,8 @@ FURTHER = [
     Case(tp=2),
     Case(pp=2, dp=2, recompute=Recompute("full")),
     Case(cp=2, preference=Preference(beta=0.1, loss="ipo")),
+    Case(cp=2, preference=Preference(beta=0.5, loss="simpo")),
+    Case(tp=2, pp=2, preference=Preference(beta=0.3, loss="orpo"), lora=LoRA(4, 8)),
     Case(tp=2, cp=2, sequence_parallel=True, distributed=True),
     Case(tp=2, sequence_parallel=True, dp=2, distributed=True, lora=LoRA(4, 8)),
     Case(model="gpt2-conv1d", pp=2),
