@@ -36,6 +36,8 @@ _BLOCK_BYTES = 4 << 20
 """Bytes of the float32 numbers that are computed at a time."""
 _LANES = 8
 """Number of parallel sums in torch's norm of a float32 row."""
+_LEAST_NORM = 1e-15
+"""Least divisor of DoRA, as in the trainer: a row of zeros, such as that of a removed neuron, stays one. peft makes NaN of it."""
 
 
 def read_floats(tensor: LazyTensor, box: Box) -> Floats:
@@ -200,7 +202,8 @@ class MergedTensor(ComputedTensor):
             weight += delta
             if self.change.magnitude is not None:
                 length = read_floats(self.change.magnitude, box._replace(col1=box.col0 + 1))[:, 0]
-                weight *= (length / row_norms(weight, self._lanes))[:, None]
+                norms = np.maximum(row_norms(weight, self._lanes), _LEAST_NORM)
+                weight *= (length / norms)[:, None]
         if not np.isfinite(weight).all():
             self._require_earlier(weight, box)
         return weight

@@ -62,7 +62,10 @@ def check_teacher(config: ModelConfig, place: str) -> None:
         raise NotExpressible(
             f"{place}: is a Retro, which reads neighbors of its text; choose another teacher"
         )
-    check_computed(config)
+    try:
+        check_computed(config)
+    except NotExpressible as error:
+        raise NotExpressible(f"{place}: {error}") from None
 
 
 def refuse_encoders(config: ModelConfig, place: str) -> None:

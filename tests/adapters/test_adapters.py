@@ -361,6 +361,31 @@ def test_weights_that_a_merge_would_make_infinite_or_nan_are_refused(tmp_path: P
     assert run("convert", base, "--adapter", nan, *lossy, "--overwrite").status == 2
 
 
+def test_a_row_of_zeros_stays_one_with_dora(tmp_path: Path) -> None:
+    """Neurons that were removed have such rows, and no gradient. Merging was refused for NaN."""
+    row, weight = 3, "model.layers.0.self_attn.q_proj.weight"
+
+    def zeroed(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            tensors[name][row] = 0
+            return tensors
+
+        return change
+
+    dora = FIXTURES / "peft-llama-dora"
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    edited(dora / "adapter", adapter, tensors=zeroed(Q + "lora_B.weight"))
+    shutil.copytree(dora / "base", base)
+    stored = load_file(base / "model.safetensors")
+    save_file(zeroed(weight)(stored), base / "model.safetensors", {"format": "pt"})
+    assert run("merge", base, adapter, "--save-dir", tmp_path / "out").status == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")[weight]
+    expected = load_file(dora / "merged" / "model.safetensors")[weight]
+    assert not found[row].any()
+    expected[row] = 0
+    assert torch.equal(found, expected)
+
+
 def test_infinite_weights_of_a_base_stay_infinite(tmp_path: Path) -> None:
     shutil.copytree(LINEAR / "base", tmp_path / "base")
     weights = tmp_path / "base/model.safetensors"

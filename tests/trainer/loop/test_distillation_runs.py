@@ -15,6 +15,7 @@ FIXTURES = Path(__file__).parents[2] / "fixtures"
 STUDENT, TEACHER = (
     FIXTURES / f"peft-{name}" / "base" for name in ("llama-all-linear", "mixtral-experts")
 )
+JETMOE = FIXTURES / "peft-jetmoe-parameters" / "base"
 RETRO = FIXTURES / "retro-tp2-torch"
 WORDS = (
     f"finetune --load {STUDENT} --finetune-data prompts.jsonl --seq-length 16 --lr 1e-2 --lr-decay-style constant --log-interval 1 "
@@ -211,6 +212,7 @@ def test_the_short_form_continues_no_run_with_another_teacher(
         ("--export-kd-teacher-load nothere", "learn from a teacher with --teacher-load"),
         (f"--teacher-load {TEACHER} --image-encoder x --finetune-data y", "--image-encoder is for the images of chats"),
         (f"--teacher-load {RETRO}", "is a Retro, which reads neighbors of its text; choose another teacher"),
+        (f"--teacher-load {JETMOE}", f"{JETMOE}: a jetmoe is converted, but can't be trained yet"),
         (f"--teacher-load {TEACHER} --mtp-num-layers 1", "can't be learned from a teacher yet"),
     ],
 )  # fmt: skip
