@@ -234,7 +234,7 @@ def _distillation(settings: Settings) -> Judged:
         yield not 0 <= value <= 1, f"{flag_name(name)} {value:g} has to lie between 0 and 1"
     yield (
         not 0 < asked.distill_temperature < float("inf"),
-        f"--distill-temperature {asked.distill_temperature:g} must be more than 0",
+        f"--distill-temperature {asked.distill_temperature:g} must be more than 0 and finite",
     )
     yield (
         _saves_over(asked.teacher_load, settings.checkpointing),

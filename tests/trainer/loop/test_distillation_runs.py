@@ -203,6 +203,7 @@ def test_the_short_form_continues_no_run_with_another_teacher(
         (f"--teacher-load {TEACHER} --distill-alpha 1.5", "--distill-alpha 1.5 has to lie between 0 and 1"),
         (f"--teacher-load {TEACHER} --distill-beta -1", "--distill-beta -1 has to lie between 0 and 1"),
         (f"--teacher-load {TEACHER} --distill-temperature 0", "--distill-temperature 0 must be more than 0"),
+        (f"--teacher-load {TEACHER} --distill-temperature inf", "--distill-temperature inf must be more than 0 and finite"),
         (f"--teacher-load {TEACHER} --dpo --finetune-data x --load {STUDENT}", "--teacher-load and --dpo are two objectives"),
         ("--distill-on-policy", "--distill-on-policy requires --teacher-load"),
         ("--max-completion-length 8", "--max-completion-length requires --grpo or --distill-on-policy"),
