@@ -271,6 +271,9 @@ def test_a_pair_is_two_sequences_and_its_reference_is_measured_before_the_first_
     assert 1 < pairs["step_seconds"] / same["step_seconds"] < 1.1
     # A pass without gradients takes about half of the time of a step with frozen weights.
     assert 0.3 < pairs["reference_seconds"] / same["step_seconds"] < 0.6
+    without = planned(capsys, f"{llama_8b} --dpo --dpo-loss simpo --lora-rank 16")
+    assert "reference_seconds" not in without
+    assert without["step_seconds"] == pairs["step_seconds"]
 
 
 def test_a_teacher_is_planned_with_its_own_size(
