@@ -51,10 +51,6 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
 
 def _require_expressible(config: ModelConfig) -> None:
     require_names(config)
-    if not family(config.family).rows[0].spelling(LEGACY):
-        raise NotExpressible(
-            f"Megatron's legacy models can't represent a {config.family}; choose --saver core"
-        )
     lacking = {
         "norms on q and k": config.attention.qk_norm,
         "a sliding window": config.window,

@@ -132,7 +132,14 @@ def test_the_python_interface_refuses_a_uri(model: Path) -> None:
 
 # The trainer.
 
-REMOTE = {"bert_load", "load", "pretrained_checkpoint", "tokenizer_model", "lora_load"}
+REMOTE = {
+    "bert_load",
+    "load",
+    "pretrained_checkpoint",
+    "tokenizer_model",
+    "lora_load",
+    "teacher_load",
+}
 STORED = {"save", "data_path", "train_data_path", "valid_data_path", "test_data_path"}
 
 

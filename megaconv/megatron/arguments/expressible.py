@@ -7,7 +7,7 @@ from megaconv.families import family
 from megaconv.megatron.arguments.beyond_core import is_of_the_trainer
 from megaconv.megatron.arguments.router import router_refusals
 from megaconv.model.config import ModelConfig
-from megaconv.model.naming import CORE
+from megaconv.model.naming import CORE, LEGACY
 
 UNKNOWN_POSITIONS = ("alibi", "sinusoidal")
 """Kinds of positions that Megatron doesn't have."""
@@ -20,6 +20,14 @@ def require_names(config: ModelConfig) -> None:
         savers = "hf or dcp" if config.whole is not None else "hf, dcp or deepspeed"
         raise NotExpressible(
             f"{_architecture(config)} has no names in Megatron's formats (see docs/families.md); choose --saver {savers}"
+        )
+
+
+def require_legacy_names(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model without names in Megatron's models before core."""
+    if not family(config.family).rows[0].spelling(LEGACY):
+        raise NotExpressible(
+            f"Megatron's legacy models can't represent a {config.family}; choose --saver core"
         )
 
 

@@ -17,6 +17,7 @@ from megaconv.engine.sidecars import SIDECAR_DIRECTORY, small_files
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.megatron.arguments.expressible import require_legacy_names
 from megaconv.megatron.arguments.head_sizes import require_scores_shown
 from megaconv.megatron.arguments.latent import latent_norm_argument
 from megaconv.megatron.arguments.mamba import time_step_argument
@@ -99,6 +100,8 @@ def plan_ranks(
     arguments = megatron_args(
         header, options, layout, transformer_impl=transformer_impl, legacy=style.legacy
     )
+    if style.legacy:
+        require_legacy_names(header.config)
     arguments.use_dist_ckpt = False
     require_scores_shown(header.config, arguments.padded_vocab_size // layout.tp)
     kept = output_training(
