@@ -202,11 +202,8 @@ def _datasets(basis: Basis, data: TrainingData, setup: Setup) -> list[Dataset | 
 
 def _engine(basis: Basis, setup: Setup, options: ModelOptions) -> Engine:
     settings, sizes = setup.settings, setup.sizes
-    teacher = basis.teacher
-    has_experts = any(
-        config.experts.count > 0
-        for config in (setup.config, *([] if teacher is None else [teacher.config]))
-    )
+    models = [each.config for each in (setup, setup.teacher) if each is not None]
+    has_experts = any(config.experts.count > 0 for config in models)
     grid = make_grid(
         sizes.layout,
         sizes.dp,

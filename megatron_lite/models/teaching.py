@@ -59,13 +59,14 @@ class Distilled:
     def combined(self, losses: Tensor) -> Tensor:
         """See LogitLoss."""
         cross_entropy, divergence = losses
-        return torch.lerp(cross_entropy, divergence, self.options.alpha)
+        return combined(cross_entropy, divergence, self.options)
 
     def block(
         self, logits: Tensor, part: slice, own: OwnColumns, ranks: TensorGroup, *, backward: bool
     ) -> tuple[Tensor, Tensor | None]:
         """See LogitLoss."""
-        temperature, measure = self.options.temperature, divergence_of(self.options.beta)
+        alpha, temperature = self.options.alpha, self.options.temperature
+        measure = divergence_of(self.options.beta)
         index, held = own_labels(self.labels[part], own)
         student = logits / temperature
         teacher = self._taught(part, own).div_(temperature)
@@ -78,12 +79,12 @@ class Distilled:
         losses = torch.stack((of_labels - picked, divergence))
         if not backward:
             return losses, None
-        factors = self.weights[part] * (self.options.alpha * temperature)
-        of_logits = measure.gradient(log_p, log_q, sums).mul_(factors.unsqueeze(1))
-        if self.options.alpha < 1:
-            factors = self.weights[part] * (1 - self.options.alpha)
-            softmax = logits.sub_(of_labels.unsqueeze(1)).exp_().mul_(factors.unsqueeze(1))
-            of_logits += minus_labels(softmax, index, held * factors)
+        weights = self.weights[part]
+        of_logits = measure.gradient(log_p, log_q, sums)
+        of_logits *= (weights * (alpha * temperature)).unsqueeze(1)
+        if alpha < 1:
+            log_softmax = logits.sub_(of_labels.unsqueeze(1))
+            of_logits += _of_cross_entropy(log_softmax, index, held, weights * (1 - alpha))
         return losses, of_logits
 
     def _taught(self, part: slice, own: OwnColumns) -> Tensor:
@@ -92,6 +93,17 @@ class Distilled:
         bias = None if teaching.bias is None else teaching.bias[: own.count]
         logits = F.linear(self.hidden[part], teaching.weight[: own.count], bias)
         return capped(logits.float(), teaching.cap)
+
+
+def combined(cross_entropy: Tensor, divergence: Tensor, options: Distillation) -> Tensor:
+    """Return the loss of a student, [tokens] or of another shape that both have."""
+    return torch.lerp(cross_entropy, divergence, options.alpha)
+
+
+def _of_cross_entropy(log_softmax: Tensor, index: Tensor, held: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradient of the weighted cross entropy, in the memory of log_softmax. weights: [rows]."""
+    softmax = log_softmax.exp_().mul_(weights.unsqueeze(1))
+    return minus_labels(softmax, index, held * weights)
 
 
 def _log_sums(tables: Sequence[Tensor], ranks: TensorGroup) -> Tensor:

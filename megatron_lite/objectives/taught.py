@@ -14,6 +14,7 @@ from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.purposes import refuse_taught
+from megatron_lite.models.teaching import combined
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.teacher import TaughtFeeder, load_teacher
@@ -70,6 +71,6 @@ class TeacherLoss(Criterion):
         weights = run.label_weights()
         total, *losses = stage.taught_losses(given, run, weights * run.share, self.options)
         cross_entropy, divergence = losses
-        loss = cross_entropy.lerp(divergence, self.options.alpha)
+        loss = combined(cross_entropy, divergence, self.options)
         named = {"loss": loss, CROSS_ENTROPY: cross_entropy, DIVERGENCE: divergence}
         return total, {name: Counted(each, weights) for name, each in named.items()}

@@ -1,7 +1,7 @@
 """Passes of a rank's chunks: the losses, log-probabilities and logits of microbatches, without an optimizer."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,7 @@ from megaconv.planning.pipeline_order import Action, forward_order
 from megatron_lite.models import rng
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
+from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.models.layer_kinds import layer_shares
 from megatron_lite.models.mixers.declaration import Kept
@@ -31,10 +32,9 @@ from megatron_lite.parallel.payload import Payload
 from megatron_lite.parallel.pipeline import Executor
 from megatron_lite.rank.arriving import arriving_tensors
 from megatron_lite.rank.chunks import dtype_of
-from megatron_lite.rank.first_pass import FirstPass
+from megatron_lite.rank.collecting_pass import CollectingPass, T
 from megatron_lite.rank.held_parameters import RankParameters
 from megatron_lite.rank.loss_sums import LabelLosses, LossSum, RowSums
-from megatron_lite.rank.teacher_pass import TeacherPass
 from megatron_lite.rank.totals import sum_over_world
 from megatron_lite.settings.options import ModelOptions
 
@@ -131,12 +131,7 @@ class RankComputation(RankParameters):
 
     def teaching(self, microbatches: Sequence[Microbatch]) -> list[Teaching]:
         """Return the predictions of each microbatch that a student learns. Collective. Stages other than the last one return []."""
-        layout = self.grid.layout
-        taught = TeacherPass()
-        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
-        with torch.no_grad():
-            self._run(actions, microbatches, taught, criterion=taught)
-        return taught.found
+        return self._collected(microbatches, _teaching)
 
     def logits(self, batch: Microbatch, cache: Cache | None = None) -> Tensor | None:
         """Return float32 [batch, sequence, vocabulary] on the last stage, None on others. Collective. cache: see last_stage."""
@@ -182,7 +177,7 @@ class RankComputation(RankParameters):
         self,
         actions: Sequence[Action],
         microbatches: Sequence[Microbatch],
-        losses: LossSum | RowSums | LabelLosses | FirstPass | TeacherPass,
+        losses: LossSum | RowSums | LabelLosses | CollectingPass[Any],
         before_backward: Any = lambda _: None,
         criterion: Criterion | None = None,
         *,
@@ -239,18 +234,32 @@ class RankComputation(RankParameters):
         """
         if not self.criterion.needs_all(len(microbatches)):
             return microbatches
-        layout = self.grid.layout
-        first = FirstPass(self.criterion)
-        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
-        with torch.no_grad():
-            self._run(actions, microbatches, first, criterion=first, drops=drops)
-        if not first.found:  # another stage has the loss
+        found = self._collected(microbatches, self.criterion.outputs, drops=drops)
+        if not found:  # another stage has the loss
             return microbatches
-        extras = self.criterion.extras(first.found, self.config.hidden)
+        extras = self.criterion.extras(found, self.config.hidden)
         return [
             replace(batch, extras={**batch.extras, **further})
             for batch, further in zip(microbatches, extras, strict=True)
         ]
+
+    def _collected(
+        self,
+        microbatches: Sequence[Microbatch],
+        collect: Callable[[Network, Payload, Pass], T],
+        *,
+        drops: bool = False,
+    ) -> list[T]:
+        """Return what is collected of each microbatch, without gradients. Collective. Stages other than the last one return [].
+
+        drops: see _run.
+        """
+        layout = self.grid.layout
+        collecting = CollectingPass(collect)
+        actions = forward_order(layout.pp, layout.vpp, len(microbatches))
+        with torch.no_grad():
+            self._run(actions, microbatches, collecting, criterion=collecting, drops=drops)
+        return collecting.found
 
     def _pass_of(self, batch: Microbatch, share: float, *, drops: bool) -> Pass:
         """Return the pass of a microbatch. drops: dropout is on also without gradients."""
@@ -270,3 +279,8 @@ class RankComputation(RankParameters):
         of_adapters = 0.0 if options.lora is None else options.lora.dropout
         of_encoder = max(options.retrieval.hidden_dropout, options.retrieval.attention_dropout)
         return max(options.hidden_dropout, options.attention_dropout, of_adapters, of_encoder) > 0
+
+
+def _teaching(stage: Network, given: Payload, _run: Pass) -> Teaching:
+    assert isinstance(stage, ModelChunk)
+    return stage.teaching(given)

@@ -1,4 +1,4 @@
-"""What is trained in embedding and head beside adapters: a whole module, or rows of single tokens.
+"""Embedding and head that are trained beside adapters: as whole modules, or rows of single tokens.
 
 These are peft's modules_to_save and trainable_token_indices.
 """
