@@ -2,9 +2,10 @@
 
 import logging
 
-from megaconv.errors import UnknownFamily, UnsupportedInput
+from megaconv.errors import UnsupportedInput
 from megaconv.model.ir import Header
 from megaconv.model.own_names import OwnNames
+from megaconv.model.shared_names import require_shared_names
 
 _log = logging.getLogger("megaconv")
 
@@ -14,14 +15,7 @@ def require_same_names(left: Header, right: Header) -> None:
 
     A warning says that words are compared, if weights of both have a quantization that isn't read.
     """
-    models = {"A": left.config.own_names, "B": right.config.own_names}
-    unknown = {name: model for name, model in models.items() if model is not None}
-    if len(unknown) == 1:
-        (name, model), *_ = unknown.items()
-        other = "B" if name == "A" else "A"
-        raise UnknownFamily(
-            f"{name} keeps its own tensor names, which {other} doesn't have: {model.reason}"
-        )
+    require_shared_names("A", left, "B", right)
     stored = _quantized(left, right)
     if stored is not None:
         _log.warning("the stored words are compared, not weights: %s", stored.why)

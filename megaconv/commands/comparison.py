@@ -162,7 +162,24 @@ def open_both(inputs: tuple[Input, Input], options: LoadOptions) -> tuple[Source
         for_left, for_right = _where_whole(left, for_left), _where_whole(right, for_right)
         if not for_left.text_only and not for_right.text_only:
             raise UsageError("--text-only: both are language models by themselves; leave it out")
-    return open_source(left, for_left), open_source(right, for_right)
+    sources = open_source(left, for_left), open_source(right, for_right)
+    return _by_shared_names(inputs, sources, (for_left, for_right))
+
+
+def _by_shared_names(
+    inputs: tuple[Input, Input],
+    sources: tuple[Source, Source],
+    options: tuple[LoadOptions, LoadOptions],
+) -> tuple[Source, Source]:
+    """The sources. If one is a multimodal model under its own names (DCP), the other one is read by its own names too."""
+    are_unknown = [source.header.config.own_names is not None for source in sources]
+    left, right = (
+        open_source(found, replace(asked, whole=False))
+        if source.header.config.whole is not None and any(are_unknown)
+        else source
+        for found, source, asked in zip(inputs, sources, options, strict=True)
+    )
+    return left, right
 
 
 def _where_whole(found: Input, options: LoadOptions) -> LoadOptions:

@@ -14,6 +14,7 @@ from megaconv.errors import TensorMismatch, UsageError
 from megaconv.input import Input
 from megaconv.model.check import same_names
 from megaconv.model.ir import Header, Key, Source
+from megaconv.model.shared_names import require_shared_names
 from megaconv.options import ConvertOptions, LoadOptions
 from megaconv.options.averaging import OF_DIFFERENCES, SLERP, AverageMethod
 from megaconv.options.model_shares import ModelShare, shares_of, weights_of
@@ -53,13 +54,15 @@ def averaged(
     """Open the models of --average, and average them with the opened input.
 
     load: the options that the input was opened with. Raises TensorMismatch for models of different tensors,
-    UnsupportedInput for adapters and for quantized weights that aren't read, UsageError, ModelsDiffer for a patch on another
-    base.
+    UnknownFamily for a multimodal model under its own names beside one in parts, UnsupportedInput for adapters and for
+    quantized weights that aren't read, UsageError, ModelsDiffer for a patch on another base.
     """
     shares = _shares(options)
     opened: list[Source] = [source]
     require_weights(found.given, source.header, "averaged")
     require_checked_patch(found, source, options)
+    if source.header.config.own_names is not None:
+        load = replace(load, whole=False)  # a multimodal model by its own names, as the input
     for each in options.averaged:
         other = open_other(each.place, load, options)
         require_weights(each.place, other.header, "averaged")
@@ -113,7 +116,8 @@ def notice_of_average(given: str, options: ConvertOptions) -> str:
 
 
 def _require_alike(given: str, ours: Header, place: str, theirs: Header) -> None:
-    """Raise TensorMismatch unless two models have the same names and shapes."""
+    """Raise TensorMismatch or UnknownFamily unless two models have the same names and shapes."""
+    require_shared_names(given, ours, place, theirs)
     same_names(list(map(str, ours.manifest)), list(map(str, theirs.manifest)), f"--average {place}")
     for key, info in ours.manifest.items():
         shape = theirs.manifest[key].shape

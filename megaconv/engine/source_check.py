@@ -69,14 +69,18 @@ def changed_descriptions(record: Record, stored: Stored | None) -> dict[str, str
     }
 
 
-def _language_model(place: Place, record: Record) -> Stored | None:
-    """The language model that --base put back into its original, if the original is read by its own names; else None."""
-    holds_parts = any(name.startswith(BESIDE) for name in record.tensors)
-    if record.family == OWN_NAMES or holds_parts or record.saver not in registry.SAVERS:
+def _as_recorded(place: Place, record: Record) -> Stored | None:
+    """A multimodal model that is read by its own names, by the names of its record; None if these are its own names too.
+
+    The record is of the whole model, or of the language model that --base put back into its original.
+    """
+    if record.family == OWN_NAMES or record.saver not in registry.SAVERS:
         return None
     if not isinstance(place, Path) or not has_text_only(place):
         return None
-    source = registry.loader(record.saver).open(place, LoadOptions(optimizer=False, text_only=True))
+    holds_parts = any(name.startswith(BESIDE) for name in record.tensors)
+    options = LoadOptions(optimizer=False, text_only=not holds_parts)
+    source = registry.loader(record.saver).open(place, options)
     return Stored(OpenedSource(source.header, dict(source.tensors())), {})
 
 
@@ -169,7 +173,7 @@ def check_source(
     if record is None:
         return SourceCheck()
     by_own_names = source.header.config.own_names is not None
-    stored = (_language_model if by_own_names else as_stored)(place, record)
+    stored = (_as_recorded if by_own_names else as_stored)(place, record)
     written = source.header.manifest if stored is None else stored.source.header.manifest
     differing = record.other_tensors(written)
     infos = {str(key): info for key, info in written.items()}

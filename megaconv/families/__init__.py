@@ -74,8 +74,8 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     inside = _family_inside(config)
     if inside is not None:
         raise UnknownFamily(
-            f"{source}: {', '.join(map(str, architectures))} is a multimodal model; it is converted between Hugging Face directories and "
-            f"Megatron core only. --text-only converts its language model ({inside.architectures[0]}) to every format"
+            f"{source}: {', '.join(map(str, architectures))} is a multimodal model; convert it with --saver hf first. From this "
+            f"directory it goes to Megatron core, and --text-only converts its language model ({inside.architectures[0]}) to every format"
         )
     asked = ", ".join(map(str, architectures)) or config.get("model_type")
     if not asked:

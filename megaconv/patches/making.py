@@ -27,9 +27,10 @@ from megaconv.engine.record import RECORD_NAME, record_json
 from megaconv.engine.run_identity import source_files
 from megaconv.engine.sidecars import small_files
 from megaconv.engine.source_check import SourceCheck
-from megaconv.errors import NotExpressible, UnknownFamily, is_interruption
+from megaconv.errors import NotExpressible, is_interruption
 from megaconv.megatron.optimizer.training_output import written_rng
 from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.shared_names import require_shared_names
 from megaconv.options import LoadOptions
 from megaconv.patches.blocks import encode, zstandard
 from megaconv.patches.blocks_file import BlocksFile, Finished
@@ -169,13 +170,7 @@ def _require_models(old: Header, new: Header) -> None:
 
     Raises UnknownFamily if a family describes only one of the two models.
     """
-    ours, theirs = new.config.own_names, old.config.own_names
-    if (ours is None) != (theirs is None):
-        unknown = ours or theirs
-        assert unknown is not None
-        raise UnknownFamily(
-            f"a patch needs two models of one family; no family describes one of them: {unknown.reason}"
-        )
+    require_shared_names("OLD", old, "NEW", new)
     if new.adapter is not None:
         raise NotExpressible("a patch of an adapter isn't supported; adapters are small: copy it")
     whole, of_base = new.config.whole, old.config.whole

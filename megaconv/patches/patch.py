@@ -173,10 +173,12 @@ def open_patch(path: Path) -> Patch:
         blocks = InputFile.open(path / BLOCKS)
         _require_size(blocks, entries)
         header, whole = _header(path, entries)
+        by_own_names = header.config.own_names is not None
         options = LoadOptions(
             optimizer=read["optimizer"] is True,
             text_only=read["text_only"] is True,
-            own_names=header.config.own_names is not None,
+            own_names=by_own_names,
+            whole=not by_own_names,
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(str(index), ValueError(f"is not the index of a patch ({error})")) from error
