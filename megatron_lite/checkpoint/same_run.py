@@ -25,6 +25,7 @@ def stated_objective(settings: Settings) -> dict[str, Any]:
     """Return the settings that choose the objective, by name. The arguments of a run have the same names."""
     return {
         "dpo": settings.dpo.dpo,
+        "kto": settings.kto.kto,
         "reward_modeling": settings.rewards.reward_modeling,
         "grpo": settings.grpo.grpo,
         "teacher_load": settings.distilling.teacher_load,

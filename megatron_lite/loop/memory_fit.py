@@ -77,6 +77,7 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
     saved = f" --save {save}" if save else ""
     objectives = (
         ("--dpo", settings.dpo.dpo),
+        ("--kto", settings.kto.kto),
         ("--reward-modeling", settings.rewards.reward_modeling),
         ("--distill-on-policy", settings.distilling.distill_on_policy),
         ("--lora-dora", settings.lora.lora_dora),

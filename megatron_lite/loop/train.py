@@ -3,7 +3,7 @@
 import math
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean as mean
@@ -182,12 +182,20 @@ def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
         "device": "GPU" if run.engine.grid.device.type == "cuda" else "process",
         **run.meter.read(run.progress.consumed_samples),
     }
-    others = {name: mean(each.others[name] for each in steps) for name in report.others}
+    others = _means_of_others(steps)
     if report.largest_score is not None:
         others["max_attention_logit"] = max(each.largest_score or 0.0 for each in steps)
     run.say(line(figures, run.objective.shown(others), run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
+
+
+def _means_of_others(steps: Sequence[StepReport]) -> dict[str, float]:
+    """Return the mean of each figure over the steps that have it."""
+    names = dict.fromkeys(name for each in steps for name in each.others)
+    return {
+        name: mean(each.others[name] for each in steps if name in each.others) for name in names
+    }
 
 
 def memory_bytes(device: torch.device) -> int:

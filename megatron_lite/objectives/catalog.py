@@ -13,6 +13,7 @@ from megatron_lite.objectives.own_completions import TaughtCompletions
 from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.objectives.passages import Passages
 from megatron_lite.objectives.policy import Completed
+from megatron_lite.objectives.rated_answers import RatedAnswers
 from megatron_lite.objectives.retro import RetroText
 from megatron_lite.objectives.scored_pairs import ScoredPairs
 from megatron_lite.objectives.taught import Taught
@@ -20,6 +21,7 @@ from megatron_lite.settings.config import Settings
 
 OBJECTIVES: tuple[type[Objective], ...] = (
     Pairs,
+    RatedAnswers,
     ScoredPairs,
     Completed,
     TaughtCompletions,

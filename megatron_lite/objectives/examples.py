@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,13 @@ from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.image_dataset import ImageDataset
 from megatron_lite.data.finetuning.pair_dataset import PairDataset
-from megatron_lite.data.finetuning.pieces import PairPieces, Pieces, pairs_for, pieces_for
+from megatron_lite.data.finetuning.pieces import (
+    PairPieces,
+    Pieces,
+    pairs_for,
+    pieces_for,
+    rated_for,
+)
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.finetuning.splits import SMALLER_IMAGES, samples_of, split_datasets
 from megatron_lite.data.images.places import Images
@@ -25,6 +32,7 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.objectives.epochs import evaluations, training_length
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
+from megatron_lite.settings.learning import Kto
 from megatron_lite.settings.sizes import Sizes
 
 
@@ -32,13 +40,15 @@ def read_examples_of(
     settings: Settings,
     tokenizer: Tokenizer,
     *,
-    pairs: bool,
+    pairs: bool = False,
     margins: bool = False,
+    rated: bool = False,
     images: ImageReader | None = None,
 ) -> "ExampleData":
     """Read --finetune-data and --valid-finetune-data. Raises UsageError, CorruptCheckpoint.
 
-    pairs: whether records are pairs of answers. margins: whether pairs may have margins. images: reads images in chats.
+    pairs: whether records are pairs of answers. margins: whether pairs may have margins. rated: whether records are rated
+    answers. images: reads images in chats.
     """
     data = settings.data
     assert data.finetune_data is not None
@@ -49,13 +59,35 @@ def read_examples_of(
         template,
         pairs=pairs,
         margins=margins,
+        rated=rated,
         images=images,
     )
     valid = None
     if data.valid_finetune_data:
         valid = read_examples(data.valid_finetune_data, tokenizer, options, "--valid-finetune-data")
     train = read_examples(data.finetune_data, tokenizer, options)
-    return ExampleData(train, valid, pairs, pairs_for if pairs else pieces_for)
+    if rated:
+        return ExampleData(train, valid, RATED, rated_for)
+    if pairs:
+        return ExampleData(train, valid, PAIRS, pairs_for)
+    return ExampleData(train, valid, EXAMPLES, pieces_for)
+
+
+class Records(NamedTuple):
+    """The kind of records that a run learns from."""
+
+    noun: str
+    stored: int
+    """Sequences that are read of each."""
+    learned: int
+    """Sequences of a sample that are learned; 0: several records are packed into one sequence."""
+
+
+EXAMPLES, PAIRS, RATED = (
+    Records("example", 1, 0),
+    Records("pair", 2, 2),
+    Records("rated answer", 2, 1),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +104,7 @@ class ExampleData(TrainingData):
 
     train: Examples
     valid: Examples | None
-    pairs: bool
+    records: Records
     fit: Callable[[Examples, int], Pieces]
     """Returns the pieces of examples for samples of a length."""
     packed: Packed | None = None
@@ -87,7 +119,7 @@ class ExampleData(TrainingData):
     @property
     def tokens(self) -> int:
         """See TrainingData."""
-        return len(self.train.tokens)
+        return len(_own_tokens(self.train, self.records))
 
     @property
     def reader(self) -> ImageReader | None:
@@ -140,19 +172,20 @@ class ExampleData(TrainingData):
         )
 
     def identity(self, setup: Setup) -> str:
-        """See TrainingData.identity. It is a hash of all tokens, and of margins if there are any."""
+        """See TrainingData.identity. It is a hash of all tokens, and of margins or ratings if there are any."""
         examples = self.train
-        margins = {} if examples.margins is None else {"margins": examples.margins}
+        judged = {"margins": examples.margins, "good": examples.good}
+        present = {name: values for name, values in judged.items() if values is not None}
         return cache_key(
-            tokens=examples.tokens, learned=examples.learned, bounds=examples.bounds, **margins
+            tokens=examples.tokens, learned=examples.learned, bounds=examples.bounds, **present
         )
 
     def introduction(self, setup: Setup, dataset: Dataset | None) -> Iterator[str]:
         """Yield a summary of the data, and warnings about examples that were left out."""
         assert isinstance(dataset, FinetuneDataset | ImageDataset | PairDataset)
         assert self.packed is not None
-        noun = "pair" if self.pairs else "example"
-        yield self._summary(setup, self.packed.train, dataset, noun)
+        noun = self.records.noun
+        yield self._summary(setup, self.packed.train, dataset)
         training = setup.settings.training
         if training.epochs is not None and training.train_iters is not None:
             verb = "is" if training.epochs == 1 else "are"
@@ -160,6 +193,8 @@ class ExampleData(TrainingData):
         for what, pieces in (("", self.packed.train), (" for evaluation", self.packed.valid)):
             if pieces is not None:
                 yield from remarks(pieces, setup.sizes.seq, noun, what)
+        if self.train.good is not None:
+            yield from _balance(self.train.good, setup.settings.kto)
         if setup.settings.data.show_sample:
             yield from preview(dataset[0], setup.tokenizer)
 
@@ -168,23 +203,54 @@ class ExampleData(TrainingData):
         setup: Setup,
         pieces: Pieces,
         dataset: FinetuneDataset | ImageDataset | PairDataset,
-        noun: str,
     ) -> str:
         examples = pieces.examples
         seq = setup.sizes.seq
         epoch = dataset.epoch_samples
-        rows_each = 2 if self.pairs else 1
-        number = counted(len(examples) // rows_each, noun)
-        learned = int(examples.learned.sum())
-        tokens = f"{len(examples.tokens):,} tokens ({learned:,} learned)"
+        records = self.records
+        number = counted(len(examples) // records.stored, records.noun)
+        if examples.good is not None:
+            good = int(examples.good.sum())
+            number = f"{number} ({good:,} good, {len(examples.good) - good:,} bad)"
+        marks = _own_tokens(examples, records)
+        tokens = f"{len(marks):,} tokens ({int(marks.sum()):,} learned)"
         samples = f"{counted(epoch, 'sample')} of {seq} tokens"
-        if self.pairs:
-            samples = f"2 rows of {seq} tokens each"
+        if records.learned:
+            samples = f"{counted(records.learned, 'row')} of {seq} tokens each"
         steps = epoch / setup.sizes.batch.full
         plural = "" if steps == 1 else "s"
         if examples.images is not None and examples.images.placed:
             number = f"{number}, {_images(examples.images)}"
         return f"{number}, {tokens}, {samples}, {steps:,.4g} step{plural} an epoch"
+
+
+def _own_tokens(examples: Examples, records: Records) -> NDArray[np.bool_]:
+    """Return whether each token is learned, of all tokens of records. The other answer to a rated answer's question is left out."""
+    if records is not RATED:
+        return examples.learned
+    own = np.tile((True, False), len(examples) // 2)
+    kept: NDArray[np.bool_] = examples.learned[np.repeat(own, np.diff(examples.bounds))]
+    return kept
+
+
+BALANCED = (1.0, 1.33)
+"""The advised weight of all good answers divided by that of all bad ones, in KTO's paper and TRL."""
+
+
+def _balance(good: NDArray[np.bool_], kto: Kto) -> Iterator[str]:
+    """Yield a line if good answers together count much more or less than bad ones."""
+    goods, bads = int(good.sum()), int((~good).sum())
+    weight_of_bads = kto.kto_undesirable_weight * bads
+    if not goods or not weight_of_bads:
+        return
+    share = kto.kto_desirable_weight * goods / weight_of_bads
+    low, high = BALANCED
+    if not low <= share <= high:
+        advised = kto.kto_desirable_weight * goods / bads
+        yield (
+            f"notice: good answers together count {share:.3g} times as much as bad ones; the authors of KTO advise {low:g} to {high:g}, "
+            f"such as --kto-undesirable-weight {advised:.3g}"
+        )
 
 
 def _images(images: Images) -> str:

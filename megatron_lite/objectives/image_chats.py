@@ -22,7 +22,7 @@ class ImageChats(Objective):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
-        return read_examples_of(settings, tokenizer, pairs=False, images=image_reader(settings))
+        return read_examples_of(settings, tokenizer, images=image_reader(settings))
 
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup

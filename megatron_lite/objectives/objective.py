@@ -80,7 +80,7 @@ class Objective:
         """Read the data that is read at once; corpora are opened later. Raises UsageError, CorruptCheckpoint."""
         check_sources(settings.data)
         if settings.data.finetune_data:
-            return read_examples_of(settings, tokenizer, pairs=False)
+            return read_examples_of(settings, tokenizer)
         for name in ("valid_finetune_data", "finetune_form", "image_encoder", "show_sample"):
             if name in settings.given:
                 raise UsageError(f"--{name.replace('_', '-')} requires --finetune-data")

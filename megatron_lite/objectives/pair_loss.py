@@ -19,9 +19,12 @@ from torch import Tensor
 
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.objectives.paired_rows import PairCriterion, counted_once
-from megatron_lite.parallel import comm
-from megatron_lite.parallel.context import ContextGroup
+from megatron_lite.objectives.paired_rows import (
+    Answers,
+    PairCriterion,
+    counted_once,
+    measured_answers,
+)
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.settings.learning import WITH_REFERENCE
 
@@ -67,12 +70,10 @@ class PairLoss(PairCriterion):
 
         The head is computed twice, because the weight of a label's loss depends on all losses of its pair.
         """
-        counting = run.label_weights()
-        with torch.no_grad():
-            _, losses = stage.label_losses(given, run.labels, counting)
+        answers = measured_answers(stage, given, run)
         reference = run.extras[REFERENCE] if self.options.has_reference else 0.0
-        compared = compare(losses, counting, reference, self.options, run.context)
-        weights = counting * compared.weights.unsqueeze(1) * run.share
+        compared = compare(answers, reference, self.options)
+        weights = answers.counting * compared.weights.unsqueeze(1) * run.share
         total, _ = stage.label_losses(given, run.labels, weights)
         return total, counted_once(compared.figures, run)
 
@@ -89,27 +90,12 @@ class Compared(NamedTuple):
     """`loss` and FIGURES, float64 [pairs]."""
 
 
-def compare(
-    losses: Tensor,
-    counting: Tensor,
-    reference: Tensor | float,
-    options: Preference,
-    context: ContextGroup | None,
-) -> Compared:
-    """Compare the answers of each pair. losses, counting (0 or 1): [rows, sequence] of this rank's tokens.
-
-    losses: cross entropies, not differentiable. reference: see REFERENCE; 0 without one.
-    """
-    summed_losses = (losses * counting).sum(1, dtype=torch.float64)
-    lengths = counting.sum(1, dtype=torch.float64)
-    sums = torch.stack((summed_losses, lengths))
-    if context is not None:
-        comm.all_reduce(sums, context.group)
-    summed_losses, lengths = sums
-    part = torch.ones_like(lengths)
+def compare(answers: Answers, reference: Tensor | float, options: Preference) -> Compared:
+    """Compare the answers of each pair. reference: see REFERENCE; 0 without one."""
+    part = torch.ones_like(answers.lengths)
     if options.loss in OF_MEANS:
-        part = 1 / lengths.clamp(min=1)
-    likelier = -summed_losses - reference
+        part = 1 / answers.lengths.clamp(min=1)
+    likelier = answers.log_probs - reference
     gains = likelier * part
     with torch.enable_grad():  # differentiates a few numbers only, also in a pass without gradients
         gains.requires_grad_()

@@ -1,9 +1,10 @@
-"""The reference model of pairs: its log-probabilities, measured once before training with the same engine."""
+"""The reference model of pairs and rated answers: its log-probabilities, measured once before training with the same engine."""
 
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -34,8 +35,8 @@ def with_reference(
 ) -> list[Dataset | None]:
     """Return the same pairs with the reference's log-probabilities of their answers. Collective.
 
-    Afterwards the engine has the weights of `start`. Values from --dpo-reference-cache are not computed again. If it
-    has all values, the reference is not even loaded. Raises CheckpointError.
+    Afterwards the engine has the weights of `start`. Values from the run's cache are not computed again. If it has all
+    values, the reference is not even loaded. Raises CheckpointError.
     """
     reference = reference_of(start, setup)
     named = dict(zip(NAMES, datasets, strict=True))
@@ -65,7 +66,7 @@ def reference_of(start: Start, setup: Setup) -> Start:
 
 @dataclass(frozen=True)
 class _Cache:
-    """--dpo-reference-cache. Only rank 0 reads and writes it. Without the flag, nothing is read or written."""
+    """--dpo-reference-cache or --kto-reference-cache. Only rank 0 reads and writes it. Without the flag, it has no directory."""
 
     directory: str | None
     engine: Engine
@@ -80,7 +81,8 @@ class _Cache:
     def of(cls, engine: Engine, setup: Setup, pairs: Sequence[PairDataset]) -> "_Cache":
         """Open the cache. It reads all weights of the reference for their fingerprint. Collective. Raises CheckpointError."""
         settings = setup.settings
-        directory, place = settings.dpo.dpo_reference_cache, settings.checkpointing.load
+        directory = settings.dpo.dpo_reference_cache or settings.kto.kto_reference_cache
+        place = settings.checkpointing.load
         assert place is not None
         if directory is None or not pairs:
             return cls(None, engine, setup)
@@ -95,7 +97,7 @@ class _Cache:
         if self.directory is None:
             return None
         answer: list[tuple[Values | None, str | None]] = [(None, None)]
-        path, drawn = reference_cache.path_of(self.directory, which), np.unique(dataset.order)
+        path, drawn = self._path(which), np.unique(dataset.order)
         all_or_none(lambda: self._note(which, dataset) if launch.rank() == 0 else None)
         if launch.rank() == 0:
             answer = [reference_cache.read(path, self.inputs[which], drawn)]
@@ -103,7 +105,7 @@ class _Cache:
             dist.broadcast_object_list(answer, 0)
         values, why = answer[0]
         if values is not None:
-            pairs = counted(len(drawn), "pair")
+            pairs = counted(len(drawn), _noun(dataset))
             self.setup.say(f"the reference's log-probabilities of {pairs}: taken from {path}")
         elif why is not None:
             self.setup.say(f"{path}: {why}; the reference's log-probabilities are computed anew")
@@ -112,11 +114,16 @@ class _Cache:
     def write(self, which: str, values: Values) -> None:
         """Write the values of a dataset. Collective. Raises CheckpointError."""
         if self.directory is not None:
-            path = reference_cache.path_of(self.directory, which)
+            path = self._path(which)
             made_of = self.inputs.get(which, {})
             all_or_none(
                 lambda: reference_cache.write(path, made_of, values) if launch.rank() == 0 else None
             )
+
+    def _path(self, which: str) -> Path:
+        assert self.directory is not None
+        objective = "kto" if self.setup.settings.kto.kto else "dpo"
+        return reference_cache.path_of(self.directory, objective, which)
 
     def _note(self, which: str, dataset: PairDataset) -> None:
         engine = self.engine
@@ -140,6 +147,10 @@ def _fingerprints(place: str, pairs: Sequence[PairDataset]) -> tuple[str, str | 
     same = os.path.realpath(directory) == os.path.realpath(place)
     of_model = weights if same else reference_cache.weights_of(str(directory))
     return weights, reference_cache.encoder_of(directory, of_model)
+
+
+def _noun(dataset: PairDataset) -> str:
+    return "pair" if dataset.pieces.good is None else "rated answer"
 
 
 def _measured(engine: Engine, dataset: PairDataset, feeder: Feeder, setup: Setup) -> Values:
@@ -171,7 +182,7 @@ def _measured(engine: Engine, dataset: PairDataset, feeder: Feeder, setup: Setup
         in_order = np.swapaxes(sums, 0, 1).reshape(-1, 2)
         numbers = order[consumed : consumed + size]
         found[numbers] = in_order
-    pairs = counted(len(drawn), "pair")
+    pairs = counted(len(drawn), _noun(dataset))
     seconds = time.monotonic() - started
     setup.say(f"the reference's log-probabilities of {pairs}: {seconds:.1f} s")
     return found

@@ -1,6 +1,7 @@
 """The reference's log-probabilities on disk, so that a continued run or another run on the same pairs can reuse them.
 
 DIRECTORY/dpo-reference-training.npz        `values` float64 [pairs, 2], NaN for pairs that weren't drawn; `made_of`, JSON: see MadeOf
+DIRECTORY/kto-reference-training.npz        the same of rated answers, each with the answer to another question
 """
 
 import json
@@ -88,9 +89,9 @@ def made_of(
     }
 
 
-def path_of(directory: str, which: str) -> Path:
-    """Return the path of a dataset's file. which: `training`, `validation` or `test`."""
-    return Path(directory) / f"dpo-reference-{which}.npz"
+def path_of(directory: str, objective: str, which: str) -> Path:
+    """Return the path of a dataset's file. objective: `dpo` or `kto`. which: `training`, `validation` or `test`."""
+    return Path(directory) / f"{objective}-reference-{which}.npz"
 
 
 def read(path: Path, wanted: MadeOf, pairs: NDArray[np.int64]) -> tuple[Values | None, str | None]:
@@ -133,5 +134,5 @@ def write(path: Path, made_of: MadeOf, values: Values) -> None:
             raise
     except OSError as error:
         raise CheckpointError(
-            f"{path}: can't be written: {error.strerror}; give a --dpo-reference-cache where there is space and permission"
+            f"{path}: can't be written: {error.strerror}; give a directory of the reference's cache where there is space and permission"
         ) from error

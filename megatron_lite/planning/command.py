@@ -51,7 +51,7 @@ Memory of each rank, bytes between ranks, the pipeline's bubble and the estimate
 --load PATH          a config.json, or any checkpoint that megaconv reads; without it flags describe the model
 
 All other flags are those of `megatron-lite pretrain` and `finetune`, which see; bf16 where no precision is given.
-MODEL DATA may come first, as in `finetune MODEL DATA`, or MODEL alone. --lora-rank, --dpo, --reward-modeling and --grpo
+MODEL DATA may come first, as in `finetune MODEL DATA`, or MODEL alone. --lora-rank, --dpo, --kto, --reward-modeling and --grpo
 are planned too. Data and rewards are not read, so give --seq-length and --global-batch-size.
 --grpo: --seq-length counts the longest prompt with --max-completion-length.
 
@@ -175,6 +175,7 @@ def _with_places(settings: Settings) -> Settings:
     has_data = data.finetune_data or data.data_path or settings.tasks.task
     of_objective = (
         settings.dpo.dpo
+        or settings.kto.kto
         or settings.rewards.reward_modeling
         or grpo.grpo
         or settings.distilling.distill_on_policy
@@ -216,7 +217,7 @@ def _model(settings: Settings) -> ModelConfig:
         refuse_pairs(config)
     else:
         refuse_scores(config, load)
-    if settings.dpo.dpo:
+    if settings.dpo.dpo or settings.kto.kto:
         refuse_pairs(config)
     if settings.grpo.grpo:
         refuse_completions(config)

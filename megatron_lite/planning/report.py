@@ -108,6 +108,11 @@ class Planned:
         return 0.0 if teacher is None else forward_time(teacher.run, self._machine)
 
     @property
+    def reference_seconds(self) -> float:
+        """Seconds for the answers of a step, of the passes that the reference makes before the first step."""
+        return self.described.work.measured_once * self.measuring
+
+    @property
     def terms(self) -> dict[str, float]:
         """The terms of a step's time, in seconds. Empty for a model with an encoder and a decoder."""
         if self.time is None:
@@ -146,7 +151,7 @@ class Planned:
             "gpu": self.gpu.name, "gpu_memory": self.gpu.memory,
             "step_seconds": sum(self.terms.values()) if self.time else None,
             "terms": self.terms or None,
-            **({"reference_seconds": self.measuring} if self.described.work.measured_once else {}),
+            **({"reference_seconds": self.reference_seconds} if self.described.work.measured_once else {}),
             "bubble": self.bubble, "not_trained_yet": self.untrained, "offloaded_bytes": self.offloaded,
             "offload_seconds": self.time.copies if self.time else None,
             "stages": [self._stage_json(pp_rank) for pp_rank in range(len(self.memory))],
@@ -200,7 +205,7 @@ class Planned:
         if self.described.work.measured_once:
             yield (
                 "before the first step, the reference's log-probabilities take "
-                f"{self.measuring:.2f} s for each step's pairs"
+                f"{self.reference_seconds:.2f} s for each step's {'answers' if self.described.work.rows == 1 else 'pairs'}"
             )
 
     def _memory_lines(self) -> Iterator[str]:

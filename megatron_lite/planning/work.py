@@ -20,8 +20,8 @@ class Work:
     """Updates of a step, each with its passes."""
     measured: int = 0
     """Passes without gradients of all sequences of a step: of the reference model, and of the model before its updates."""
-    measured_once: bool = False
-    """True if a reference model measures all sequences of the run once, before the first step."""
+    measured_once: int = 0
+    """Passes of a reference model over all sequences of the run, before the first step."""
     reference: bool = False
     """True if the reference model is a second copy of the weights in memory."""
     keeps_base: bool = False
@@ -33,6 +33,9 @@ class Work:
 DPO_LOSSES = 5
 """The loss, the rewards of chosen and rejected answers, their margin and the accuracy."""
 
+KTO_LOSSES = 4
+"""The loss, the rewards of good and bad answers and the divergence from the reference."""
+
 TEACHER_LOSSES = 3
 """The loss, the cross entropy of the labels and the divergence from the teacher."""
 
@@ -41,7 +44,10 @@ def work_of(settings: Settings) -> Work:
     """Return the work of a run's objective."""
     if settings.dpo.dpo:
         has_reference = settings.dpo.dpo_loss in WITH_REFERENCE
-        return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=has_reference)
+        return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=int(has_reference))
+    if settings.kto.kto:
+        # Each answer is measured with the answer to another question, by the reference and before each step.
+        return Work(head_again=True, losses=KTO_LOSSES, measured=1, measured_once=2)
     if settings.grpo.grpo:
         return _of_completions(settings)
     if settings.distilling.teacher_load is not None:

@@ -21,7 +21,7 @@ class StepReport:
     signals: tuple[float, ...]
     """The sums over all ranks of the `signals` passed to train_step."""
     others: Mapping[str, float] = field(default_factory=dict)
-    """Means of the model's other losses, by name."""
+    """Means of the other losses and figures, by name. A loss that counts nothing in this step is missing."""
     largest_score: float | None = None
     """The largest attention score, before any clip; None if no option requests it."""
 

@@ -21,9 +21,9 @@ class Totals(NamedTuple):
     signals: list[float]
 
     def means_of_others(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the means of all losses except the first, by name. names: of all losses."""
+        """Return the means of all losses except the first, by name, as far as they count anything. names: of all losses."""
         others = zip(names[1:], self.losses[1:], strict=True)
-        return {name: total / (count or 1.0) for name, (total, count) in others}
+        return {name: total / count for name, (total, count) in others if count}
 
 
 def sum_over_world(losses: LossSum, square: Tensor, signals: Sequence[float], grid: Grid) -> Totals:

@@ -13,7 +13,16 @@ from megaconv.local_paths import local_word
 from megatron_lite.settings.distilling import Distilling
 from megatron_lite.settings.flag import flag
 from megatron_lite.settings.grpo import Grpo
-from megatron_lite.settings.learning import Data, Dpo, Lora, Masked, OtherObjective, Rewards, Tasks
+from megatron_lite.settings.learning import (
+    Data,
+    Dpo,
+    Kto,
+    Lora,
+    Masked,
+    OtherObjective,
+    Rewards,
+    Tasks,
+)
 from megatron_lite.settings.model import Model
 from megatron_lite.settings.optimization import Optimizer, Precision
 from megatron_lite.settings.options import ATTENTION
@@ -191,6 +200,7 @@ class Settings:
     recompute: Recompute = Recompute()
     data: Data = Data()
     dpo: Dpo = Dpo()
+    kto: Kto = Kto()
     rewards: Rewards = Rewards()
     grpo: Grpo = Grpo()
     distilling: Distilling = Distilling()

@@ -58,6 +58,7 @@ settings in files:
 _ADAPTERS = """\
   --lora-rank N                 train LoRA adapters; the model's weights stay as they are
   --dpo                         learn from pairs of a chosen and a rejected answer
+  --kto                         learn from answers that are rated good or bad
   --reward-modeling             train a reward model on pairs of a chosen and a rejected answer
   --grpo --reward FILE.py:F     learn from rewards of the model's own completions of prompts
   --teacher-load MODEL          learn the predictions of another model

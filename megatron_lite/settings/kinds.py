@@ -15,6 +15,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "mock_data": "there are no random sentences; give --data-path",
     "finetune_data": "examples are for models that predict the next token",
     "dpo": "it gives no answers that could be compared",
+    "kto": "it gives no answers that could be compared",
     "reward_modeling": "it gives no answers that could be scored",
     "grpo": "it completes no prompts",
     "teacher_load": "teachers are for decoders so far",

@@ -124,6 +124,28 @@ class Dpo:
 
 
 @dataclass(frozen=True)
+class Kto:
+    """KTO: learning from answers that are rated good or bad"""
+
+    kto: bool = flag(
+        False,
+        '--finetune-data holds answers with a "label", true or false, or pairs; the reference model is --load',
+        samples=True,
+    )
+    kto_beta: float = flag(
+        0.1,
+        "strength of the reference: rewards are beta x (log-probability minus the reference's)",
+        samples=True,
+    )
+    kto_desirable_weight: float = flag(1.0, "factor of the loss of good answers", samples=True)
+    kto_undesirable_weight: float = flag(1.0, "factor of the loss of bad answers", samples=True)
+    kto_reference_cache: str | None = flag(
+        None,
+        "directory that keeps the reference's log-probabilities for later runs (default: none; each start computes them)",
+    )
+
+
+@dataclass(frozen=True)
 class Rewards:
     """Reward modeling: a head of scores learns from pairs of answers"""
 

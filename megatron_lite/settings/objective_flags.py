@@ -17,7 +17,7 @@ OTHER_DATA = (
 
 def check_objective_flags(settings: Settings) -> None:
     """Raise UsageError for the first flag of an objective that is wrong, or that the run's objective does not use."""
-    for judge in (_pairs, _rewards, _policy, _distillation, _task, _of_package, _images):
+    for judge in (_pairs, _ratings, _rewards, _policy, _distillation, _task, _of_package, _images):
         for wrong, message in judge(settings):
             if wrong:
                 raise UsageError(message)
@@ -66,6 +66,48 @@ def _pairs(settings: Settings) -> Judged:
         settings.data.finetune_form is not None,
         "--finetune-form names a form of examples; pairs have their own, so leave it out",
     )
+
+
+def _ratings(settings: Settings) -> Judged:
+    """Checks of training on rated answers."""
+    kto, saving = settings.kto, settings.checkpointing
+    if not kto.kto:
+        for name in vars(kto):
+            yield name in settings.given, f"{flag_name(name)} requires --kto"
+        return
+    yield from _alone("--kto", settings)
+    yield not settings.data.finetune_data, "--kto learns from --finetune-data, which is missing"
+    yield (
+        saving.load is None,
+        "--kto needs --load, which is the reference model, also with --resume",
+    )
+    yield (
+        _saves_over_load(saving),
+        "--kto: --load is the reference model and has to stay as it is; give another --save",
+    )
+    yield (
+        not 0 < kto.kto_beta < float("inf"),
+        f"--kto-beta {kto.kto_beta:g} must be more than 0 and finite",
+    )
+    for name in ("kto_desirable_weight", "kto_undesirable_weight"):
+        value = getattr(kto, name)
+        yield (
+            not 0 <= value < float("inf"),
+            f"{flag_name(name)} {value:g} must be 0 or more, and finite",
+        )
+    yield (
+        settings.data.finetune_form is not None,
+        "--finetune-form names a form of examples; rated answers have their own, so leave it out",
+    )
+
+
+def _alone(flag: str, settings: Settings) -> Judged:
+    """Checks that no other objective is selected. flag: selects this one."""
+    for other, asked in _objectives(settings):
+        yield (
+            asked and other != flag,
+            f"{flag} and {other} are two objectives; leave one of them out",
+        )
 
 
 def _rewards(settings: Settings) -> Judged:
@@ -252,6 +294,7 @@ def _objectives(settings: Settings) -> list[tuple[str, bool]]:
     """Return the flags of objectives, and whether they are given."""
     return [
         ("--dpo", settings.dpo.dpo),
+        ("--kto", settings.kto.kto),
         ("--reward-modeling", settings.rewards.reward_modeling),
         ("--grpo", settings.grpo.grpo),
         ("--task", settings.tasks.task is not None),
@@ -309,6 +352,7 @@ def _of_package(settings: Settings) -> Judged:
 def _images(settings: Settings) -> Judged:
     """Checks of training on images."""
     others = (
+        ("--kto", settings.kto.kto),
         ("--reward-modeling", settings.rewards.reward_modeling),
         ("--task", settings.tasks.task is not None),
         ("--teacher-load", settings.distilling.teacher_load is not None),

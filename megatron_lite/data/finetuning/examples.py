@@ -1,7 +1,7 @@
 """All examples as tokens in memory, with a mark on learned tokens."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron_lite.data.finetuning.image_chat import (
 )
 from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.finetuning.pairs import MARGIN, Pair, read_margin, read_pair
+from megatron_lite.data.finetuning.rated import read_rated, with_other_answers
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.images.files import read_image
@@ -49,6 +50,8 @@ class ReadingOptions:
     """Records are pairs of answers. Examples then come in pairs, the chosen one first."""
     margins: bool = False
     """Read the margins of pairs."""
+    rated: bool = False
+    """Records are answers with ratings. Each example is then followed by its question with another answer."""
     images: ImageReader | None = None
     """Reads images in messages; None: records with images are refused."""
 
@@ -75,6 +78,8 @@ class Examples:
     """Number of pairs left out because both answers are the same."""
     margins: NDArray[np.float64] | None = None
     """[pairs], 0 for a pair without a margin; None if no pair has one, or if margins are not read."""
+    good: NDArray[np.bool_] | None = None
+    """[answers]: the ratings of answers, each of which is the first example of two; None if answers are not rated."""
     images: Images | None = None
     """None for a model that reads no images."""
 
@@ -119,6 +124,12 @@ def read_examples(
     if not tokens:
         what = "pairs whose answers differ" if options.pairs else "examples"
         raise CorruptCheckpoint(f"{', '.join(words)}: there are no {what}")
+    if options.rated:
+        try:
+            tokens, learned = with_other_answers(tokens, learned)
+        except BadRecord as error:
+            raise CorruptCheckpoint(f"{', '.join(words)}: {error}") from error
+        divisible = [False] * len(tokens)
     bounds = np.concatenate(([0], np.cumsum([len(ids) for ids in tokens], dtype=np.int64)))
     joined = np.concatenate(tokens), np.concatenate(learned), bounds, np.array(divisible, bool)
     return Examples(
@@ -127,6 +138,7 @@ def read_examples(
         encoder.plain_chats // (2 if options.pairs else 1),
         encoder.equal,
         _filled(encoder.margins),
+        np.array(encoder.good, bool) if options.rated else None,
         None if options.images is None else Images.of(options.images, images),
     )
 
@@ -163,6 +175,8 @@ class _Encoder:
         self.plain_chats = self.equal = 0
         self.margins: list[float | None] = []
         """The margins of the pairs that are not left out."""
+        self.good: list[bool] = []
+        """The ratings of all answers."""
 
     def read(self, record: Record, directory: Path) -> list[Illustrated]:
         """Return the examples of a record: one, or the two answers of a pair. directory: of its file.
@@ -171,6 +185,8 @@ class _Encoder:
         """
         if self._options.pairs:
             return self._encode_pair(record, directory)
+        if self._options.rated:
+            return [Illustrated(answer) for answer in self._encode_rated(record)]
         if self._options.images is not None:
             return [self._encode_illustrated(record, self._options.images, directory)]
         return [Illustrated(self._encode(record))]
@@ -243,6 +259,20 @@ class _Encoder:
             )
         return answers
 
+    def _encode_rated(self, record: Record) -> Iterator[Encoded]:
+        """Yield the rated answers of a record: one, or the two of a pair."""
+        if isinstance(record.content, str):
+            raise BadRecord(
+                "is plain text; rated answers are records with a question and an answer"
+            )
+        fields = read_fields(record.content)
+        rated = read_rated(fields)
+        self.unread.update(rated.unread)
+        for answer, is_good in rated.answers:
+            _refuse_images_of_rated(answer, fields)
+            self.good.append(is_good)
+            yield self._example(answer)
+
     def _note_unread(self, pair: Pair) -> None:
         """Count the fields of a pair that are not read."""
         margin = {MARGIN} if self._options.margins else set()
@@ -294,7 +324,7 @@ class _Encoder:
                 self._tokenizer,
                 self._options.chat_template,
                 self._options.finetune_turns,
-                pairs=self._options.pairs,
+                pairs=self._options.pairs or self._options.rated,
             )
         return self._template
 
@@ -330,6 +360,12 @@ def _refuse_images_of_pairs(pair: Pair, fields: Mapping[str, Any]) -> None:
         raise BadRecord(
             "has images, and this run reads texts alone; --dpo reads images too if --load or --image-encoder names a multimodal model"
         )
+
+
+def _refuse_images_of_rated(answer: Chat | Plain, fields: Mapping[str, Any]) -> None:
+    """Raise BadRecord for a rated answer to a question with an image."""
+    if lists_images(fields) or (isinstance(answer, Chat) and has_images(answer)):
+        raise BadRecord("has images, and --kto reads texts alone; --dpo reads pairs with images")
 
 
 def _refuse_listed_images(fields: Mapping[str, Any]) -> None:

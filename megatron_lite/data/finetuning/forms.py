@@ -170,7 +170,7 @@ def _form_of(record: Mapping[str, Any], wanted: str | None) -> Form:
             return form
     if "chosen" in record and "rejected" in record:
         raise BadRecord(
-            "is a pair of a chosen and a rejected answer; --dpo learns from pairs, and so does --reward-modeling"
+            "is a pair of a chosen and a rejected answer; --dpo learns from pairs, and so do --kto and --reward-modeling"
         )
     forms = "; ".join(dict.fromkeys(listed(form.fields) for form in candidates))
     raise BadRecord(

@@ -12,7 +12,10 @@ from megatron_lite.data.images.places import Images
 
 
 class PairSample(NamedTuple):
-    """The chosen answer in the first row, the rejected one in the second."""
+    """The chosen answer in the first row, the rejected one in the second.
+
+    Rated answers: the answer in the first row, that to another question in the second.
+    """
 
     tokens: NDArray[np.int64]
     """[2, seq_length]."""
@@ -24,6 +27,8 @@ class PairSample(NamedTuple):
     """[2]: log-probabilities under the reference model; empty if they are not known yet."""
     margin: NDArray[np.float64]
     """[1]; empty if no pair of the data has a margin."""
+    good: NDArray[np.float64]
+    """[1]: 1 if the first row's answer is good, 0 if it is bad; empty if answers are not rated."""
     images: NDArray[np.int64]
     """The numbers of the first row's images, then those of the second row's, filled up with NO_IMAGE."""
     axes: NDArray[np.int64]
@@ -77,9 +82,11 @@ class PairDataset:
         known = np.zeros(0) if self.reference is None else self.reference[number]
         margins = self.pieces.margins
         margin = np.zeros(0) if margins is None else margins[number : number + 1]
+        ratings = self.pieces.good
+        good = np.zeros(0) if ratings is None else ratings[number : number + 1].astype(np.float64)
         images = self._images(number)
         axes = self._axes(number)
-        return PairSample(tokens, labels, loss_mask, lengths, known, margin, images, axes)
+        return PairSample(tokens, labels, loss_mask, lengths, known, margin, good, images, axes)
 
     def _images(self, number: int) -> NDArray[np.int64]:
         """Return the numbers of a pair's images."""

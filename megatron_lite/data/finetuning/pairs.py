@@ -61,7 +61,7 @@ def read_pair(record: Mapping[str, Any]) -> Pair:
     if there.get("messages") in (there["chosen"], []):
         # Some datasets repeat the chosen conversation for finetuning.
         del there["messages"]
-    chosen, rejected = (read_record(_as_example(there, name)) for name in ANSWERS)
+    chosen, rejected = (read_record(with_answer(there, name)) for name in ANSWERS)
     if isinstance(chosen.example, Chat) and isinstance(rejected.example, Chat):
         return Pair(*_with_common_beginning(chosen.example, rejected.example), chosen.unread)
     if type(chosen.example) is not type(rejected.example):
@@ -82,13 +82,13 @@ def read_margin(record: Mapping[str, Any]) -> float | None:
     return float(value)
 
 
-def _as_example(record: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a record in a form that finetuning reads: the question and one of its answers."""
+def with_answer(record: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a record in a form that finetuning reads: the question and one of its answers, which is in a field."""
     answer = record[name]
     where = f'its "{name}"'
     asked = {}
     for field, value in record.items():
-        if field not in ANSWERS:
+        if field not in (*ANSWERS, name):
             asked[field] = value
     if isinstance(answer, str):
         return _with_text(asked, answer)

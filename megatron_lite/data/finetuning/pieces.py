@@ -58,6 +58,12 @@ class PairPieces(Pieces):
     """[pairs]: the number of each pair among all pairs of the examples."""
 
     @property
+    def good(self) -> NDArray[np.bool_] | None:
+        """The ratings of these answers, [pairs]; None if answers are not rated."""
+        good = self.examples.good
+        return None if good is None else good[self.numbers]
+
+    @property
     def margins(self) -> NDArray[np.float64] | None:
         """The margins of these pairs, [pairs]; None if no pair of the examples has one."""
         margins = self.examples.margins
@@ -79,6 +85,17 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     is_cut = np.asarray(rows.any(1))
     whole = _learn_something(examples, starts, kept)
     whole &= _differ(examples, starts, kept, is_cut)
+    return _pair_pieces(examples, starts, kept, whole, is_cut)
+
+
+def rated_for(examples: Examples, seq_length: int) -> PairPieces:
+    """Return the pieces of rated answers, each with its question's other answer. It is dropped if nothing is left to
+    learn of one of them."""
+    starts = examples.bounds[:-1].reshape(-1, 2)
+    ends = examples.bounds[1:].reshape(-1, 2)
+    kept = np.minimum(ends, starts + seq_length + 1)
+    whole = _learn_something(examples, starts, kept)
+    is_cut = kept[:, 0] < ends[:, 0]
     return _pair_pieces(examples, starts, kept, whole, is_cut)
 
 

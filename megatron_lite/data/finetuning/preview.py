@@ -19,8 +19,13 @@ def preview(sample: Sample | ImageSample | PairSample, tokenizer: Tokenizer) -> 
     """Yield a line for each run of learned or unlearned tokens, example by example. Special tokens are spelled out."""
     learned = int(sample.loss_mask.sum())
     if isinstance(sample, PairSample):
-        yield f"the first pair: {learned:,} of its tokens are compared"
-        for row, name in enumerate(("chosen", "rejected")):
+        names = ("chosen", "rejected")
+        title = f"the first pair: {learned:,} of its tokens are compared"
+        if len(sample.good):
+            names = ("good" if sample.good[0] else "bad", "with the answer to another question")
+            title = "the first rated answer"
+        yield title
+        for row, name in enumerate(names):
             # Without the last label, which is no input. A single token has none.
             end = int(sample.lengths[row]) - 1
             yield f"  {name}"

@@ -276,6 +276,19 @@ def test_a_pair_is_two_sequences_and_its_reference_is_measured_before_the_first_
     assert without["step_seconds"] == pairs["step_seconds"]
 
 
+def test_rated_answers_are_measured_with_another_answer_before_each_step(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rated = planned(capsys, f"{llama_8b} --kto --lora-rank 16")
+    same = planned(capsys, f"{llama_8b} --lora-rank 16")
+    assert rated["stages"][0]["bytes"] == same["stages"][0]["bytes"]
+    measuring = rated["terms"]["log-probabilities"]
+    assert 0.3 < measuring / same["step_seconds"] < 0.6
+    assert rated["reference_seconds"] == 2 * measuring
+    assert main([*f"{llama_8b} --kto --lora-rank 16".split()]) == 0
+    assert "s for each step's answers" in capsys.readouterr().out
+
+
 def test_a_teacher_is_planned_with_its_own_size(
     llama_8b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.objectives.policy import Completed
+from megatron_lite.objectives.rated_answers import RatedAnswers
 from megatron_lite.planning.generation import cache_bytes, rows_at_once
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.work import Work, work_of
@@ -109,6 +110,13 @@ def test_the_work_of_pairs_is_that_of_the_objective() -> None:
     figures = Pairs().criterion(settings).loss_names(Planned().config)
     work = work_of(settings)
     assert (work.rows, work.losses) == (Pairs.rows, len(figures))
+
+
+def test_the_work_of_rated_answers_is_that_of_the_objective() -> None:
+    settings = settings_of("--kto")
+    figures = RatedAnswers().criterion(settings).loss_names(Planned().config)
+    work = work_of(settings)
+    assert (work.rows, work.losses, work.measured) == (RatedAnswers.rows, len(figures), 1)
 
 
 @pytest.mark.parametrize(

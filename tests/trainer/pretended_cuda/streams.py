@@ -144,9 +144,14 @@ class Copy:
             STREAMS.races.append(f"the host changed pinned memory during its copy @ {self.where}")
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    # A single element may count as contiguous, whatever its stride; only a copy has stride 1.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
     """Return whether all bits are equal."""
-    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (one, other)))
+    return torch.equal(*(_bytes(x) for x in (one, other)))
 
 
 @dataclass

@@ -17,6 +17,7 @@ from megatron_lite.processes import launch
 from tests.trainer.loop import (
     test_distillation_runs,
     test_preference_runs,
+    test_rated_runs,
     test_reward_runs,
     test_t5_runs,
 )
@@ -80,6 +81,9 @@ COMMANDS = {
     "pairs": Command(
         f"{test_preference_runs.WORDS} --eval-iters 0 --lora-rank 4 --lora-modules-to-save lm_head --train-iters 2 --save ckpt",
         test_preference_runs.write_pairs,
+    ),
+    "rated answers": Command(
+        f"{test_rated_runs.WORDS} --eval-iters 0 --lora-rank 4 --train-iters 2", test_rated_runs.write_rated
     ),
     "a teacher": Command(
         f"{test_distillation_runs.WORDS} --teacher-load {test_distillation_runs.TEACHER} --distill-alpha 0.5 --eval-iters 0 "

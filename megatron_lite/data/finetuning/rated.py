@@ -1,0 +1,117 @@
+"""Answers that are rated good or bad, for KTO: examples whose question is not learned.
+
+| question and answer | rating | by |
+|---|---|---|
+| `prompt` and `completion`, texts or messages | `label`, true or false | TRL |
+| `messages` or `conversations`, whose last message is the answer | `label` | LLaMA-Factory |
+| `instruction` and `output`; `input`, `system` | `label` | LLaMA-Factory |
+| a pair: `chosen` is good, `rejected` bad (pairs.py) | | TRL |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_lite.data.encoding import BadRecord
+from megatron_lite.data.finetuning.forms import Chat, Plain, listed, read_record
+from megatron_lite.data.finetuning.pairs import ANSWERS, read_pair, with_answer
+
+LABEL = "label"
+"""The field with the rating."""
+_OWN_ANSWER = "completion"
+"""The field with an answer that is apart from its question."""
+
+
+class Rated(NamedTuple):
+    """The answers of a record with their ratings."""
+
+    answers: Sequence[tuple[Chat | Plain, bool]]
+    """(question with its answer, True if it is good)."""
+    unread: frozenset[str]
+    """Fields that are not content."""
+
+
+def read_rated(record: Mapping[str, Any]) -> Rated:
+    """Read an answer with its rating, or a pair. Raises BadRecord with the field's name for any other record."""
+    there = {name: value for name, value in record.items() if value is not None}
+    if any(name in there for name in ANSWERS):
+        pair = read_pair(there)
+        good, bad = (_with_question(answer) for answer in (pair.chosen, pair.rejected))
+        return Rated([(good, True), (bad, False)], pair.unread)
+    is_good = _rating(there)
+    has_own_answer = _OWN_ANSWER in there
+    reading = read_record(with_answer(there, _OWN_ANSWER) if has_own_answer else there)
+    answer = _with_question(_with_last_answer(reading.example))
+    return Rated([(answer, is_good)], reading.unread - {LABEL})
+
+
+def _rating(record: Mapping[str, Any]) -> bool:
+    if LABEL not in record:
+        raise BadRecord(
+            f'has {listed(record) or "no fields"}, but no "{LABEL}": an answer is rated true (good) or false (bad)'
+        )
+    value = record[LABEL]
+    if value not in (0, 1):
+        raise BadRecord(f'its "{LABEL}" has to be true or false, found {value!r:.40}')
+    return bool(value)
+
+
+def _with_last_answer(example: Chat | Plain) -> Chat | Plain:
+    """Return the example, of whose messages only the last one is learned. Raises BadRecord if that is no answer."""
+    if isinstance(example, Plain):
+        return example
+    messages = example.messages
+    if messages[-1]["role"] != "assistant":
+        raise BadRecord(
+            "its last message is not the assistant's: that one is the answer that is rated"
+        )
+    return replace(example, given=len(messages) - 1)
+
+
+def _with_question(example: Chat | Plain) -> Chat | Plain:
+    """Return the example. Raises BadRecord for a text without a question."""
+    if isinstance(example, Plain) and not example.given:
+        raise BadRecord(
+            'has an answer without a question; expected "prompt" and "completion", or messages'
+        )
+    return example
+
+
+def with_other_answers(
+    tokens: Sequence[NDArray[np.int32]], learned: Sequence[NDArray[np.bool_]]
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.bool_]]]:
+    """Return each example, followed by its question with the answer to another question.
+
+    That is the answer of the example before, as in TRL, or of the last one before whose question differs. The first
+    examples follow the last ones. Raises BadRecord if all questions are the same.
+    """
+    starts = [int(marks.argmax()) for marks in learned]
+    others = _others([ids[:start].tobytes() for ids, start in zip(tokens, starts, strict=True)])
+    made: list[NDArray[np.int32]] = []
+    marked: list[NDArray[np.bool_]] = []
+    for number, other in enumerate(others):
+        here, there = starts[number], starts[other]
+        made += [tokens[number], np.concatenate((tokens[number][:here], tokens[other][there:]))]
+        marked += [
+            learned[number],
+            np.concatenate((learned[number][:here], learned[other][there:])),
+        ]
+    return made, marked
+
+
+def _others(questions: Sequence[bytes]) -> list[int]:
+    """Return for each question the number of the last one before it that differs; the first ones follow the last ones."""
+    count = len(questions)
+    last = next((n for n in reversed(range(count)) if questions[n] != questions[0]), None)
+    if last is None:
+        raise BadRecord(
+            "all questions are the same; KTO compares with answers to other questions, so give examples of several"
+        )
+    found = [last]
+    for number in range(1, count):
+        before = number - 1
+        found.append(found[before] if questions[before] == questions[number] else before)
+    return found

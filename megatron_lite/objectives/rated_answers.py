@@ -1,0 +1,134 @@
+"""KTO: learning from answers that are rated good or bad."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from megatron_lite.checkpoint.restore import Start
+from megatron_lite.data.batches import Batch
+from megatron_lite.data.datasets import check_sources
+from megatron_lite.data.samples import Dataset
+from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.engine import Engine
+from megatron_lite.models.batch import Microbatch
+from megatron_lite.models.criterion import Criterion
+from megatron_lite.models.moving import moved
+from megatron_lite.objectives.dropout import without_dropout
+from megatron_lite.objectives.examples import read_examples_of
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.objective import Objective
+from megatron_lite.objectives.pair_loss import REFERENCE
+from megatron_lite.objectives.rated_loss import DIVERGENCE, GOOD, RatedLoss, Rating
+from megatron_lite.objectives.reference import with_reference
+from megatron_lite.objectives.training_data import Say, Setup, TrainingData
+from megatron_lite.parallel import comm
+from megatron_lite.settings.config import Settings
+from megatron_lite.settings.options import ModelOptions
+
+
+class RatedAnswers(Objective):
+    """A sample is an answer with a rating. Its question with another answer only estimates the divergence."""
+
+    perplexity: ClassVar = False
+    learning_rate: ClassVar = 1e-6
+    adapter_learning_rate: ClassVar = 1e-5
+    data_words: ClassVar = " on rated answers"
+
+    @classmethod
+    def of(cls, settings: Settings, model_type: str) -> "RatedAnswers | None":
+        return cls() if settings.kto.kto else None
+
+    def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
+        check_sources(settings.data)
+        return read_examples_of(settings, tokenizer, rated=True)
+
+    def options(self, options: ModelOptions, say: Say) -> ModelOptions:
+        """Return the options without the model's dropout. Adapters keep their dropout."""
+        return without_dropout(options, say, "answers are compared with the reference's")
+
+    def criterion(self, settings: Settings) -> Criterion:
+        kto = settings.kto
+        return RatedLoss(Rating(kto.kto_beta, kto.kto_desirable_weight, kto.kto_undesirable_weight))
+
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        plain = super().feeder(engine, start, data, setup)
+        return RatedFeeder(**vars(plain), engine=engine)
+
+    def load(
+        self,
+        engine: Engine,
+        start: Start,
+        datasets: Sequence[Dataset | None],
+        feeder: Feeder,
+        setup: Setup,
+    ) -> list[Dataset | None]:
+        """See Objective.load. The reference's log-probabilities of both rows become part of the datasets."""
+        return with_reference(engine, start, datasets, feeder, setup)
+
+    def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
+        """Return both rows of each sample, one after the other. Padding is at their ends."""
+        length = batch["tokens"].shape[-1]
+        tokens, labels, counting = (
+            batch[name].view(-1, length) for name in ("tokens", "labels", "loss_mask")
+        )
+        return Microbatch(tokens, labels, counting)
+
+    def shown(self, figures: Mapping[str, float]) -> str:
+        named = (("good", "chosen_reward"), ("bad", "rejected_reward"))
+        # A step may have no answer of one kind.
+        rewards = [f"{figures[name]:.4f} {word}" for word, name in named if name in figures]
+        return f" | rewards {', '.join(rewards)} | KL {figures['kl']:.4f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatedFeeder(Feeder):
+    """Estimates the divergence before each step, with the weights of the moment.
+
+    Its `microbatches` have both rows of each sample, and those of `updates` only the row that is learned.
+    """
+
+    engine: Engine
+
+    def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
+        both = self.microbatches(batch)
+        learned = [_rows(each, 0) for each in both]
+        divergence = self._divergence([_rows(each, 1) for each in both], batch["reference"][..., 1])
+        made = []
+        for number, each in enumerate(learned):
+            good = moved(batch[GOOD][number, :, 0], self.device)
+            reference = moved(batch["reference"][number, :, 0], self.device)
+            extras = {
+                GOOD: good,
+                REFERENCE: reference,
+                DIVERGENCE: divergence.expand_as(good),
+            }
+            made.append(replace(each, extras=extras))
+        yield made
+
+    def _divergence(self, others: Sequence[Microbatch], reference: Tensor) -> Tensor:
+        """Return the mean gain of the answers to other questions in this step, at least 0: float64 [1]. Collective.
+
+        reference: the reference's log-probabilities, [microbatches, rows] of this rank.
+        """
+        measured = self.engine.log_probs(others).mean()
+        replicas = self.engine.grid.group("replicas")
+        # Context ranks have the same answers, and as many as any data-parallel rank.
+        known = moved(reference.mean().view(1), self.device) / comm.size(replicas)
+        comm.all_reduce(known, replicas)
+        return (measured - known).clamp(min=0)
+
+
+def _rows(batch: Microbatch, first: int) -> Microbatch:
+    """Return every second row of a microbatch."""
+    assert batch.loss_mask is not None
+    rows = slice(first, None, 2)
+    return replace(
+        batch,
+        tokens=batch.tokens[rows],
+        labels=batch.labels[rows],
+        loss_mask=batch.loss_mask[rows],
+    )
