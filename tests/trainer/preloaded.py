@@ -12,10 +12,13 @@ import torch.distributed.checkpoint  # noqa: F401
 import megatron_lite.commands.command_line
 import megatron_lite.engine
 import megatron_lite.loop.session  # noqa: F401
+from megaconv import registry
 from megaconv.families import families
 from megatron_lite.data import mock
 
 mock.DOCUMENTS = 1000
 families()
+registry.all_loaders()
+registry.all_savers()
 gc.collect()
 gc.freeze()  # a forked process does not copy what the collector would look at
