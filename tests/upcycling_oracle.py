@@ -1,7 +1,7 @@
 """Megatron core's own upcycling, run on the CPU, to compare with the experts that megaconv makes.
 
-`python -m tests.upcycling_oracle DENSE MIXTURE` loads two `torch` checkpoints of one rank, lets Megatron core make the
-mixture's weights of the dense ones, and prints the names of all weights that differ from the mixture's as JSON.
+`python -m tests.upcycling_oracle DENSE MIXTURE...` loads `torch` checkpoints of one rank, lets Megatron core make each
+mixture's weights of the dense ones, and prints the names of all weights that differ from each mixture's as JSON.
 """
 
 import json
@@ -17,14 +17,14 @@ from tests import megatron_oracle
 from tests.megatron_oracle import read_rank_file, version_directory
 
 
-def differing_weights(dense: Path, mixture: Path) -> list[str]:
-    """The weights in which a mixture differs from the one that Megatron core makes of the dense checkpoint."""
-    command = [sys.executable, "-m", "tests.upcycling_oracle", str(dense), str(mixture)]
+def differing_weights(dense: Path, *mixtures: Path) -> list[list[str]]:
+    """The weights in which each mixture differs from the one that Megatron core makes of the dense checkpoint."""
+    command = [sys.executable, "-m", "tests.upcycling_oracle", str(dense), *map(str, mixtures)]
     outcome = subprocess.run(
         command, cwd=megatron_oracle.REPOSITORY, capture_output=True, text=True, timeout=120
     )
     assert outcome.returncode == 0, outcome.stderr
-    found: list[str] = json.loads(outcome.stdout.splitlines()[-1])
+    found: list[list[str]] = json.loads(outcome.stdout.splitlines()[-1])
     return found
 
 
@@ -54,7 +54,7 @@ def _compare(dense: Path, mixture: Path) -> list[str]:
 def main() -> None:
     """Compare the two checkpoints on the command line."""
     megatron_oracle.WORLD = 1
-    dense, mixture = map(Path, sys.argv[1:])
+    dense, *mixtures = map(Path, sys.argv[1:])
     args = read_rank_file(version_directory(dense) / "mp_rank_00" / "model_optim_rng.pt")["args"]
     with (
         megatron_oracle.run_on_cpu(),
@@ -62,7 +62,7 @@ def main() -> None:
         megatron_oracle.process_groups(args, 0, Path(directory) / "rendezvous"),
         torch.no_grad(),
     ):
-        print(json.dumps(_compare(dense, mixture)))
+        print(json.dumps([_compare(dense, mixture) for mixture in mixtures]))
 
 
 if __name__ == "__main__":
