@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import unsynced
 from tests.browsers import Page, page
 from tests.grids import GRIDS
 from tests.megatron_oracle import Megatron
@@ -24,6 +25,8 @@ settings.load_profile("same")
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, usual)
+
+unsynced.install()
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast
 
+from tests import unsynced
 from tests.runs import MAIN
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,7 @@ def _server() -> socket.socket:
 
 
 def warm_up() -> None:
+    unsynced.install()
     from megaconv import registry
     from megaconv.commands import cli, comparison, inspection, progress, verification  # noqa: F401
     from megaconv.engine import conversion, transfer  # noqa: F401

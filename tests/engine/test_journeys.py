@@ -165,20 +165,18 @@ def files_beside(model: Path) -> dict[str, bytes]:
     return {name: (model / name).read_bytes() for name in BESIDE if (model / name).exists()}
 
 
-def run_without_disk(number: int) -> None:
-    """There are many small files, and the disk is not under test."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("os.fsync", lambda descriptor: None)
+def run_in_temporary_directory(number: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
         run_journey(number, Path(folder))
 
 
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=5, phases=[Phase.generate])
 def test_a_journey_ends_where_the_shortest_way_does(number: int) -> None:
-    run_without_disk(number)
+    run_in_temporary_directory(number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(400))
 def test_many_journeys_end_where_the_shortest_way_does(number: int) -> None:
-    run_without_disk(number)
+    run_in_temporary_directory(number)

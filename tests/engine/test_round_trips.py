@@ -202,8 +202,6 @@ def trips(draw: Draw) -> Trip:
 def test_there_and_elsewhere_and_back_every_bit_is_the_same(trip: Trip) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(conversion, "block_bytes", lambda max_memory, workers: trip.block_bytes)
-        # There are thousands of small files, and the disk is not under test.
-        patch.setattr("os.fsync", lambda descriptor: None)
         hf, first, second, back = (
             Path(folder) / name for name in ("hf", "first", "second", "back")
         )

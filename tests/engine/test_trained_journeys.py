@@ -101,12 +101,6 @@ def leaves(value: object, place: str = "") -> dict[str, object]:
     return found
 
 
-@pytest.fixture(autouse=True)
-def without_flushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are many small files, and the disk is not under test."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 @pytest.mark.parametrize("number", range(2))
 def test_a_run_comes_back_with_its_optimizer(number: int, tmp_path: Path) -> None:
     run_journey(number, tmp_path)

@@ -15,8 +15,10 @@ import megatron_lite.loop.session  # noqa: F401
 from megaconv import registry
 from megaconv.families import families
 from megatron_lite.data import mock
+from tests import unsynced
 
 mock.DOCUMENTS = 1000
+unsynced.install()
 families()
 registry.all_loaders()
 registry.all_savers()
