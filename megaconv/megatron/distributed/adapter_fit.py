@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from formats.tensor import LazyTensor
 from megaconv.adapters.derived import Stack, Window
+from megaconv.adapters.sharing import with_shared
 from megaconv.adapters.translation import (
     adaptable_weights,
     adapter_source,
@@ -164,7 +165,8 @@ def fitted(source: Source, *, tp: int, grouped: bool, kind: str | None) -> Opene
     require_all_written(info, fitting.weights, "Megatron has no modules of theirs")
     shared = grouped and _are_shared(info, config)
     fit = AdapterInfo(fitting.weights, info.base, info.dropout, experts_share=shared)
-    return adapter_source(config, fit, fitting.made, header.source)
+    # Matrices that became equal, such as those of zeros, are one tensor to readers of the output too.
+    return with_shared(adapter_source(config, fit, fitting.made, header.source), table)
 
 
 def _one_scale(info: AdapterInfo) -> float:

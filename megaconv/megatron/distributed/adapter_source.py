@@ -20,6 +20,7 @@ from pathlib import Path
 
 from formats.chunked import ChunkedTensor
 from formats.tensor import LazyTensor
+from megaconv.adapters.sharing import with_shared
 from megaconv.adapters.translation import (
     Pair,
     adaptable_weights,
@@ -83,10 +84,11 @@ def open_adapter_source(
             table, config, {name for pair in pairs for name in pair.weight.parts}, settings.tp
         )
     kind = "DoRA" if settings.dora else "LoRA"
-    return open_pairs(
+    opened = open_pairs(
         config, pairs,
         base="", dropout=settings.dropout, source=f"core, torch_dist format of Megatron-Bridge, {kind}", where=str(version),
     )  # fmt: skip
+    return opened if options.metadata_only else with_shared(opened, table)
 
 
 def _pairs(
