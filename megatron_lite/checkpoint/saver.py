@@ -4,6 +4,7 @@
     <root>/iter_0000010/                       appears by one rename, after all files are on disk
     <root>/hf/                                 config.json and tokenizer, by which megaconv knows the model
     <root>/latest_checkpointed_iteration.txt   10
+    <root>/best_checkpointed_iteration.txt     10, with --keep-best: that with the lowest validation loss
     <root>/deltas/                             patches of older checkpoints, with --save-delta
 
 With `asynchronous`, a thread writes a copy while training continues. At most one save runs at a time. An error in the
@@ -14,7 +15,7 @@ meet in one group.
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from megatron_lite.checkpoint.together import SaveError
 from megatron_lite.processes.long_work import on_rank_0
 
 SIDECARS = "hf"
+BEST = "best_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PARTIAL = re.compile(r"\.iter_\d{7,}\.partial")
 _REPLACED = re.compile(r"\.iter_\d{7,}\.replaced")
@@ -54,6 +56,8 @@ class Saver:
     asynchronous: bool = False
     deltas: Deltas | None = None
     """Keeps older checkpoints as patches; None keeps them full."""
+    best: int | None = None
+    """The iteration that is kept as the best one, however old; None: there is none."""
     _copies: Copies = field(default_factory=Copies, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
@@ -94,14 +98,14 @@ class Saver:
             if _PARTIAL.fullmatch(left.name):
                 shutil.rmtree(left, ignore_errors=True)
 
-    def remove_older(self, newest: int) -> None:
-        """Remove iterations beyond --keep-last. It waits for the save that is in progress. Does nothing on other ranks than 0.
+    def tidy(self, newest: int) -> None:
+        """Do what follows a save: a run that was killed just after its last one has not done it. Rank 0 does it.
 
-        newest: the last iteration. A run that was killed just after its last save has left one too many.
+        It waits for the save that is in progress. newest: the last iteration.
         """
         self.finish()
         if self.rank == 0:
-            self._prune(newest)
+            self._tidy(newest)
 
     def _try_to_write(self, snapshot: Snapshot) -> None:
         try:
@@ -180,9 +184,23 @@ class Saver:
         sync_directory(self.root)
         shutil.rmtree(aside, ignore_errors=True)
         for name, content in self.sidecars.items():
-            _replace(self.root / SIDECARS / name, content)
-        _replace(self.root / rank_files.TRACKER, str(snapshot.iteration).encode())
-        self._prune(snapshot.iteration)
+            self._put(f"{SIDECARS}/{name}", content)
+        self._put(rank_files.TRACKER, str(snapshot.iteration).encode())
+        self._tidy(snapshot.iteration)
+
+    def holds(self, iteration: int) -> bool:
+        """Return whether an iteration is saved whole."""
+        return (self.root / rank_files.iteration_directory(iteration)).is_dir()
+
+    def _tidy(self, newest: int) -> None:
+        """Write which iteration is the best, and remove those beyond --keep-last. Only rank 0 does. newest: the last one."""
+        if self.best is not None:
+            self._put(BEST, str(self.best).encode())
+        self._prune(newest)
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write a small file. name: its path below the root."""
+        _replace(self.root / name, content)
 
     def _prune(self, newest: int) -> None:
         """Delete the oldest iterations beyond --keep-last. newest: the last iteration."""
@@ -193,10 +211,15 @@ class Saver:
             number = number_of(path.name)
             if number is not None and number < newest:
                 older.append(number)
-        older.sort()
-        too_many = max(0, len(older) + 1 - self.keep_last)
-        for number in older[:too_many]:
+        for number in self._too_many(older):
             remove(self.root / rank_files.iteration_directory(number))
+
+    def _too_many(self, older: Iterable[int]) -> list[int]:
+        """Return the iterations beyond --keep-last. older: all iterations before the last one."""
+        assert self.keep_last is not None
+        ordered = sorted(older)
+        first_kept = max(0, len(ordered) + 1 - self.keep_last)
+        return [number for number in ordered[:first_kept] if number != self.best]
 
     def _barrier(self) -> None:
         if self.group is not None:

@@ -6,6 +6,7 @@ The restricted reader of torch files reads them, so a checkpoint from elsewhere 
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ class Progress:
     """Engine.state(): number of updates and loss scale. In a checkpoint also FP8 histories (amax.py). None: a new optimizer."""
     data: str | None = None
     """TrainingData.identity() of the run that saved the checkpoint."""
+    best_iteration: int | None = None
+    """The iteration with the lowest validation loss; None before the first evaluation."""
+    best_loss: float = inf
+    evaluations_since_best: int = 0
 
     @property
     def updates(self) -> int:

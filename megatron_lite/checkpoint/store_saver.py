@@ -106,7 +106,12 @@ class StoreSaver(Saver):
         for name, content in self.sidecars.items():
             self._put(f"{SIDECARS}/{name}", content)
         self._put(rank_files.TRACKER, str(snapshot.iteration).encode())
-        self._prune(snapshot.iteration)
+        self._tidy(snapshot.iteration)
+
+    def holds(self, iteration: int) -> bool:
+        """See Saver.holds."""
+        version = rank_files.iteration_directory(iteration)
+        return bool(self.store.listing(f"{self.prefix}/{version}/").objects)
 
     def _remove_earlier(self, version: str, replaced: Iterable[str]) -> None:
         """Delete an earlier save of this iteration, but for the files that the new one replaces.
@@ -139,6 +144,7 @@ class StoreSaver(Saver):
         self.store.complete(file.upload, file.parts, file.whole, only=None)
 
     def _put(self, name: str, content: bytes) -> None:
+        """See Saver._put."""
         self.store.put(f"{self.prefix}/{name}", content)
 
     def _prune(self, newest: int) -> None:
@@ -151,9 +157,8 @@ class StoreSaver(Saver):
             number = number_of(version)
             if number is not None and number < newest:
                 older.setdefault(number, []).append(each.key)
-        too_many = max(0, len(older) + 1 - self.keep_last)
-        for _, doomed in sorted(older.items())[:too_many]:
-            self._delete(doomed)
+        for number in self._too_many(older):
+            self._delete(older[number])
 
 
 def _copy(path: Path, to: PartFile) -> None:

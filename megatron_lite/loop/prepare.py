@@ -34,6 +34,7 @@ from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks
 from megatron_lite.loop.memory_fit import check_fits
 from megatron_lite.loop.run import Run
 from megatron_lite.loop.savable import check_savable
+from megatron_lite.loop.saving import with_kept_best
 from megatron_lite.loop.schedule import make_schedule
 from megatron_lite.loop.stop import Stop
 from megatron_lite.loop.tokenizer import make_tokenizer
@@ -109,6 +110,10 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     feeder = basis.objective.feeder(engine, basis.start, data, setup)
     datasets = _load(basis, engine, datasets, feeder, setup)
     saver = _saver(basis, setup)
+    _require_evaluations(settings, datasets[1])
+    progress = basis.progress
+    if saver is not None and settings.checkpointing.keep_best:
+        progress = with_kept_best(progress, saver, place.node)
     identity = all_or_none(lambda: data.identity(setup))
     run = Run(
         settings=settings,
@@ -126,7 +131,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
         saver=saver,
         sinks=sinks,
         stop=Stop(speaks=place.rank == 0, saves=saver is not None),
-        progress=replace(basis.progress, data=identity),
+        progress=replace(progress, data=identity),
         exam=data.exam(setup),
         saved=basis.progress.iteration or None,
     )
@@ -305,6 +310,21 @@ def _sinks(settings: Settings, place: Place) -> list[Sink]:
     for subject in subjects():
         plain |= vars(getattr(settings, subject))
     return open_sinks(settings.logging, plain)
+
+
+def _require_evaluations(settings: Settings, dataset: Dataset | None) -> None:
+    """Raise UsageError for a flag that compares evaluations, if there are none. dataset: for evaluation."""
+    asked = {
+        "--keep-best": settings.checkpointing.keep_best,
+        "--early-stopping-patience": settings.training.early_stopping_patience,
+    }
+    if dataset is not None and settings.training.eval_iters:
+        return
+    for flag in (flag for flag, value in asked.items() if value):
+        raise UsageError(
+            f"{flag} compares evaluations, and there are none: give their data (--valid-finetune-data, --valid-data-path or --split), "
+            "and --eval-iters above 0"
+        )
 
 
 def _saver(basis: Basis, setup: Setup) -> Saver | None:

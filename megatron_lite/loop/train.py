@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from formats import rank_files
 from formats.stores.addresses import is_store
 from formats.wording import counted
 from megatron_lite.checkpoint.state import Progress
@@ -86,6 +87,9 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
             return why
         _evaluate_when_due(run, garbage)
         _end_epoch_when_due(run, garbage)
+        patience = run.settings.training.early_stopping_patience
+        if patience is not None and run.progress.evaluations_since_best >= patience:
+            return f"--early-stopping-patience {patience}"
         interval = run.settings.training.exit_interval
         if interval is not None and iteration % interval == 0:
             return f"--exit-interval {interval}"
@@ -238,6 +242,9 @@ def _evaluate_when_due(run: Run, garbage: Garbage) -> None:
     if _evaluation_is_due(run):
         with garbage.evaluation():
             evaluate(run, run.datasets[1], "validation")
+        is_best = run.progress.best_iteration == run.progress.iteration
+        if run.settings.checkpointing.keep_best and is_best:
+            save(run)
 
 
 def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
@@ -261,6 +268,7 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     loss = means.pop("loss")
     if is_validation:
         run.evaluations.append((step, loss))
+        _compare_with_best(run, loss)
     perplexity = ""
     if run.objective.perplexity:
         perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
@@ -271,6 +279,16 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
         figures[f"{what}_{name}"] = value
     _write(run, figures)
     run.meter.restart()
+
+
+def _compare_with_best(run: Run, loss: float) -> None:
+    """Note whether an evaluation has the lowest validation loss so far. All ranks have the same loss."""
+    progress = run.progress
+    since = progress.evaluations_since_best + 1
+    if loss < progress.best_loss:
+        since = 0
+        progress = replace(progress, best_iteration=progress.iteration, best_loss=loss)
+    run.progress = replace(progress, evaluations_since_best=since)
 
 
 def _write(run: Run, figures: Mapping[str, float]) -> None:
@@ -342,8 +360,18 @@ def _finish(run: Run, why: str | None) -> None:
         evaluate(run, run.datasets[2], "test")
     else:
         run.say(f"step {run.progress.iteration:>6} | ending as asked by {why}")
+    _say_best(run)
     run.engine.finish()
     if run.settings.logging.plot and run.place.rank == 0 and run.losses:
         plot.draw(Path(run.settings.logging.plot), run.losses, run.evaluations)
     for sink in run.sinks:
         sink.close()
+
+
+def _say_best(run: Run) -> None:
+    saving, progress = run.settings.checkpointing, run.progress
+    if saving.keep_best and progress.best_iteration is not None:
+        name = rank_files.iteration_directory(progress.best_iteration)
+        run.say(
+            f"lowest validation loss: {progress.best_loss:.5f}, after step {progress.best_iteration}, kept as {saving.save}/{name}"
+        )

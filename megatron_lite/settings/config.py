@@ -68,6 +68,9 @@ class Training:
     )
     eval_interval: int = flag(1000, "steps between evaluations")
     eval_iters: int = flag(100, "batches of an evaluation; 0: none")
+    early_stopping_patience: int | None = flag(
+        None, "save and exit (status 0) after this many evaluations without a lower validation loss"
+    )
     exit_interval: int | None = flag(
         None, "save and exit (status 0) at the next step that is a multiple of this number"
     )
@@ -130,6 +133,10 @@ class Checkpointing:
         False, "continue from --save if it holds a checkpoint, else start as the other flags say"
     )
     keep_last: int | None = flag(None, "number of checkpoints to keep; older ones are removed")
+    keep_best: bool = flag(
+        False,
+        "save after each evaluation with the lowest validation loss so far; --keep-last doesn't remove this checkpoint",
+    )
     save_delta: int | None = flag(
         None, "keep one full checkpoint of every N, and the others as patches in deltas/; the newest is always full"
     )  # fmt: skip

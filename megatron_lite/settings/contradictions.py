@@ -57,6 +57,7 @@ def _counts(settings: Settings) -> Judged:
         "epochs": None if settings.tasks.task else training.epochs,
         "eval_interval": training.eval_interval,
         "lora_rank": settings.lora.lora_rank, "exit_interval": training.exit_interval, "save_interval": saving.save_interval,
+        "early_stopping_patience": training.early_stopping_patience,
         "check_weight_hash_across_dp_replicas_interval": training.check_weight_hash_across_dp_replicas_interval,
         "fp8_amax_history_len": settings.precision.fp8_amax_history_len,
         "keep_last": saving.keep_last, "save_delta": saving.save_delta, "muon_num_ns_steps": settings.optimizer.muon_num_ns_steps,
@@ -259,7 +260,12 @@ def _saving(settings: Settings) -> Judged:
     saving = settings.checkpointing
     yield saving.save_interval and not saving.save, "--save-interval needs --save"
     yield saving.resume and not saving.save, "--resume continues from --save, which is missing"
+    yield saving.keep_best and not saving.save, "--keep-best needs --save"
     yield saving.save_delta and not saving.save, "--save-delta needs --save"
+    yield (
+        saving.save_delta and saving.keep_best,
+        "--save-delta keeps all checkpoints, so there is nothing to do for --keep-best; leave one of them out",
+    )
     yield (
         saving.save_delta and saving.keep_last,
         "--save-delta keeps all checkpoints, and --keep-last removes them; leave one of them out",

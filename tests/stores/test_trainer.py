@@ -125,6 +125,17 @@ def test_only_iterations_are_removed_for_new_ones(writable: SmallStore, tmp_path
     )  # fmt: skip
 
 
+def test_the_best_iteration_stays_in_a_store(writable: SmallStore, tmp_path: Path) -> None:
+    kept = saver(tmp_path, keep_last=1)
+    for iteration in (1, 2, 3):
+        kept.best = min(iteration, 2)
+        file = RankFile("mp_rank_00/model_optim_rng.pt", {"iteration": iteration}, ())
+        kept.save(Snapshot(iteration, {}, rank_file=file))
+    assert [kept.holds(iteration) for iteration in (1, 2, 3)] == [False, True, True]
+    assert writable.objects["run/best_checkpointed_iteration.txt"].content == b"2"
+    assert writable.objects["run/latest_checkpointed_iteration.txt"].content == b"3"
+
+
 @pytest.mark.slow
 def test_a_run_starts_from_weights_in_a_store(writable: SmallStore, tmp_path: Path) -> None:
     trained(tmp_path / "a", 1, f"--train-iters 2 --save {URI}")
