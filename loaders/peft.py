@@ -107,7 +107,8 @@ def _pairs(
         )
     else:
         raise TensorMismatch(
-            f"{adapter.weights}: {module.module} is no linear layer of the model (embedding and head are not translated)",
+            f"{adapter.weights}: {module.module} is no linear layer of the model's own layers; embedding, head and layers for multi-token "
+            "prediction are not translated. megaconv merge BASE ADAPTER merges it into its base",
             code="unknown-tensor",
         )
 

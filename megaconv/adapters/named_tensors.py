@@ -88,9 +88,14 @@ class NamedTensors:
                 code="unknown-tensor",
             )
         if native.copy is not None:
+            first = next(
+                each.name
+                for each in self.natives.values()
+                if each.copy is None and each.parts.keys() == native.parts.keys()
+            )
             raise NotExpressible(
-                f"{self.where}: has an adapter of {name}, which is tied to the embedding. megaconv merge BASE ADAPTER merges it into "
-                "its base"
+                f"{self.where}: has an adapter of {name}, a copy of {first}. megaconv merge BASE ADAPTER takes adapters of tied heads, "
+                "and of no other copy"
             )
         return native
 

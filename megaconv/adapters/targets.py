@@ -239,9 +239,13 @@ def _magnitudes(
     experts, outs, _ = matrix_sizes(native, flipped=flipped)
     is_linear = experts <= 1 and not module.embedding and flipped == is_transposed(native)
     fits = tuple(module.magnitude.shape) == (outs,)
-    if weight != 1 or not is_linear or not fits:
+    if weight != 1:
+        raise NotExpressible(
+            f"{adapter.weights}: {module.module}: DoRA is merged whole; give the adapter without the weight {weight:g}"
+        )
+    if not is_linear or not fits:
         raise NotExpressible(
             f"{adapter.weights}: {module.module}: DoRA is merged into Linear alone, and into Conv1D of a known family, "
-            f"with a magnitude [{outs}], and whole (no weight)"
+            f"with a magnitude [{outs}]"
         )
     return names.canonical(native, Spread(module.magnitude, native.shape, is_transposed(native)))

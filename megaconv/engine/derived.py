@@ -29,9 +29,11 @@ class DerivedSource(Source, Protocol):
 
 def require_known(header: Header, place: str, asked: str) -> None:
     """Raise UnsupportedInput for a model of which nothing can be derived. asked: the option, for the message."""
-    if header.adapter is not None or header.config.own_names is not None:
-        what = "an adapter" if header.adapter is not None else "a model of no known family"
-        raise UnsupportedInput(f"{asked}: {place} is {what}; expected a model of a known family")
+    if header.adapter is not None:
+        raise UnsupportedInput(f"{asked}: {place} is an adapter; expected a model")
+    if header.config.own_names is not None:
+        reason = header.config.own_names.reason
+        raise UnsupportedInput(f"{asked}: needs a model of a known family; {reason}")
 
 
 def require_language_model(header: Header, place: str, asked: str) -> None:

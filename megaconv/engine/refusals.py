@@ -67,7 +67,10 @@ def _refuse_whole(header: Header, saver: Saver, options: ConvertOptions) -> None
     name = named(whole.config)
     alone = "; --text-only converts the language model in it"
     if not saver.holds_whole:
-        raise UsageError(f"--saver {saver.name}: can't store the multimodal model {name}{alone}")
+        first = "; convert it with --saver hf first" if saver.keeps_names else ""
+        raise UsageError(
+            f"--saver {saver.name}: can't store the multimodal model {name}{first}{alone}"
+        )
     if options.save.base is not None:
         raise UsageError(f"--base: the source holds all of {name}; leave it out")
     if options.save.quantize:

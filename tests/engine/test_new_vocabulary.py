@@ -276,5 +276,5 @@ def test_adapters_and_models_without_a_family_are_refused(llama: Path, tmp_path:
     unknown.mkdir()
     (unknown / "config.json").write_text('{"model_type": "unheard_of", "architectures": ["X"]}')
     (unknown / "model.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="a model of no known family"):
+    with pytest.raises(CheckpointError, match="needs a model of a known family"):
         megaconv.convert(unknown, tmp_path / "o", saver="hf", vocab_size=140)

@@ -63,3 +63,12 @@ def test_parts_in_megatron_are_not_compared_with_the_names_of_files(tmp_path: Pa
     assert_refused(outcome, 3, "dcp holds", "core holds it in parts", *words)
     outcome = run("convert", dcp, tmp_path / "out", "--saver", "core")
     assert_refused(outcome, 3, "is a multimodal model", "with --saver hf first")
+
+
+def test_refusals_name_the_way_by_hugging_face(tmp_path: Path) -> None:
+    source, core = FIXTURES / "whole-qwen2_5_vl", tmp_path / "core"
+    megaconv.convert(source, core, saver="core")
+    to_dcp = (tmp_path / "out", "--saver", "dcp")
+    assert_refused(run("convert", core, *to_dcp), 2, "--saver dcp", "with --saver hf first")
+    outcome = run("convert", source, *to_dcp, "--vocab-size", 200)
+    assert_refused(outcome, 3, "--vocab-size", "a multimodal model; convert it with --saver hf")
