@@ -7,7 +7,7 @@ target can't represent. `fields.py` translates between dotted names and objects.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from megaconv.model.beside import Whole
@@ -192,10 +192,17 @@ class DescribedModel:
 def value_of(config: DescribedModel, name: str) -> Any:
     """The value of a dotted field. A field such as `layers.window` is one value if all layers agree, else a tuple with
     one for each."""
-    subject, _, inner = name.rpartition(".")
+    subject, inner = _split(name)
     if subject == "layers":
         if inner == "count":
             return config.layer_count
         values = tuple(getattr(kind, inner) for kind in config.layers)
         return values[0] if len(set(values)) == 1 else values
     return getattr(getattr(config, subject), inner) if subject else getattr(config, inner)
+
+
+@cache
+def _split(name: str) -> tuple[str, str]:
+    """(subject, field) of a dotted field. The subject is empty for a field of the model itself."""
+    subject, _, inner = name.rpartition(".")
+    return subject, inner

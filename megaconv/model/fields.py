@@ -9,7 +9,7 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.model.beside import Whole
 from megaconv.model.ceilings import require_possible
 from megaconv.model.config import ModelConfig
-from megaconv.model.described import OF_ONE_LAYER, DescribedModel, value_of
+from megaconv.model.described import OF_ONE_LAYER, DescribedModel
 from megaconv.model.subjects import LayerKind
 
 _SUBJECTS: Mapping[str, type[Any]] = {
@@ -17,20 +17,26 @@ _SUBJECTS: Mapping[str, type[Any]] = {
     for item in fields(DescribedModel)
     if isinstance(item.type, type) and is_dataclass(item.type)
 }
+_FIELDS_OF_SUBJECT = {
+    subject: {f"{subject}.{item.name}": item.name for item in fields(kind)}
+    for subject, kind in _SUBJECTS.items()
+}
 _NESTED = ("family", "hf", "whole", "own_names", "_features", "layers", *_SUBJECTS)
-_OF_LAYERS = tuple(item.name for item in fields(LayerKind))
+_OF_LAYERS = {f"layers.{item.name}": item.name for item in fields(LayerKind)}
+_FLAT = tuple(item.name for item in fields(ModelConfig) if item.name not in _NESTED)
 
 
 def _dotted() -> Iterator[str]:
     yield "layers.count"
-    yield from (f"layers.{name}" for name in _OF_LAYERS)
-    for subject, kind in _SUBJECTS.items():
-        yield from (f"{subject}.{item.name}" for item in fields(kind))
-    yield from (item.name for item in fields(ModelConfig) if item.name not in _NESTED)
+    yield from _OF_LAYERS
+    for names in _FIELDS_OF_SUBJECT.values():
+        yield from names
+    yield from _FLAT
 
 
 FIELDS = tuple(_dotted())
 """The dotted names of everything that describes a model, except its family."""
+_KNOWN = frozenset(FIELDS)
 
 NOT_COMPUTED = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Fields that don't change the model's computation."""
@@ -163,7 +169,25 @@ STRUCTURE = (
 
 def fields_of(config: ModelConfig) -> dict[str, Any]:
     """All fields that describe a model, by dotted name."""
-    return {name: value_of(config, name) for name in FIELDS}
+    found = {"layers.count": config.layer_count, **_columns(config)}
+    for subject, names in _FIELDS_OF_SUBJECT.items():
+        part = getattr(config, subject)
+        for name, inner in names.items():
+            found[name] = getattr(part, inner)
+    for name in _FLAT:
+        found[name] = getattr(config, name)
+    return found
+
+
+def _columns(config: ModelConfig) -> dict[str, Any]:
+    """The fields of layers, by dotted name: one value if all layers agree, else a tuple with one for each."""
+    first = config.layers[0]
+    if all(kind == first for kind in config.layers[1:]):
+        return {name: getattr(first, inner) for name, inner in _OF_LAYERS.items()}
+    return {
+        name: one_or_each(tuple(getattr(kind, inner) for kind in config.layers))
+        for name, inner in _OF_LAYERS.items()
+    }
 
 
 def from_fields(
@@ -178,19 +202,10 @@ def from_fields(
     for each. Raises CorruptCheckpoint for values that no model has, and TypeError for unknown fields and for missing
     fields without a default.
     """
-    unknown = values.keys() - set(FIELDS)
-    if unknown:
-        raise TypeError(f"a model has no {', '.join(sorted(unknown))}")
+    _require_known(values)
     require_possible(values)
-    grouped: dict[str, dict[str, Any]] = {subject: {} for subject in _SUBJECTS}
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        subject, _, inner = name.rpartition(".")
-        if subject in grouped:
-            grouped[subject][inner] = value
-        elif not subject:
-            flat[inner] = value
-    subjects = {subject: kind(**grouped[subject]) for subject, kind in _SUBJECTS.items()}
+    grouped, flat = _grouped(values)
+    subjects = {subject: kind(**grouped.get(subject, {})) for subject, kind in _SUBJECTS.items()}
     return ModelConfig(
         family=family,
         layers=_layers(values),
@@ -201,15 +216,34 @@ def from_fields(
     )
 
 
+def _require_known(values: Mapping[str, Any]) -> None:
+    unknown = values.keys() - _KNOWN
+    if unknown:
+        raise TypeError(f"a model has no {', '.join(sorted(unknown))}")
+
+
+def _grouped(values: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """(the values of each subject, the values without a subject), without those of layers."""
+    grouped: dict[str, dict[str, Any]] = {}
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        subject, _, inner = name.rpartition(".")
+        if not subject:
+            flat[inner] = value
+        elif subject != "layers":
+            grouped.setdefault(subject, {})[inner] = value
+    return grouped, flat
+
+
 def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
     count = values["layers.count"]
     if type(count) is not int or count < 1:
         raise CorruptCheckpoint(f"the model's layers should be a positive number, found {count!r}")
-    columns = {name: values[f"layers.{name}"] for name in _OF_LAYERS if f"layers.{name}" in values}
-    for name, column in columns.items():
+    columns = {inner: values[name] for name, inner in _OF_LAYERS.items() if name in values}
+    for inner, column in columns.items():
         if isinstance(column, tuple) and len(column) != count:
             raise CorruptCheckpoint(
-                f"the model has {counted(count, 'layer')}, and layers.{name} is about {len(column)}"
+                f"the model has {counted(count, 'layer')}, and layers.{inner} is about {len(column)}"
             )
     return tuple(
         LayerKind(
@@ -224,8 +258,15 @@ def _layers(values: Mapping[str, Any]) -> tuple[LayerKind, ...]:
 
 def changed(config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
     """The same model with other values of some fields, by dotted name."""
-    new = from_fields(config.family, fields_of(config) | dict(values), config.hf, config.whole)
-    return replace(new, own_names=config.own_names)
+    _require_known(values)
+    whole = {**fields_of(config), **values}
+    require_possible(whole)
+    grouped, parts = _grouped(values)
+    for subject, of_subject in grouped.items():
+        parts[subject] = replace(getattr(config, subject), **of_subject)
+    if any(name.startswith("layers.") for name in values):
+        parts["layers"] = _layers(whole)
+    return replace(config, **parts)
 
 
 def per_layer(layers: Iterable[int], count: int, inside: Any, outside: Any) -> Any:
