@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
 WORLD = 4
-"""Processes; a layout of fewer ranks is run by several groups at once, of which the first answers."""
+"""Processes. A layout of fewer ranks is run by the first of them."""
 REPOSITORY = Path(__file__).parents[1]
 REPLY = "megatron-oracle "
 TIMEOUT = timedelta(seconds=60)
@@ -453,14 +454,30 @@ def _with_plain_attention(config: "TransformerConfig") -> "TransformerConfig":
     return plain
 
 
+def ranks_of(args: Namespace) -> int:
+    """The smallest number of ranks that a layout can have."""
+    tp = args.tensor_model_parallel_size
+    of_experts = (args.expert_tensor_parallel_size or tp) * args.expert_model_parallel_size
+    return int(args.pipeline_model_parallel_size * math.lcm(tp, of_experts))
+
+
 @contextlib.contextmanager
-def process_groups(args: Namespace, rank: int, rendezvous: Path) -> Iterator[None]:
-    """The groups of this layout, until the context ends. New ones for each job: groups left behind keep their threads."""
+def process_groups(
+    args: Namespace, rank: int, rendezvous: Path, size: int | None = None
+) -> Iterator[None]:
+    """The groups of this layout, until the context ends. New ones for each job: groups left behind keep their threads.
+
+    size: the number of ranks; None for WORLD.
+    """
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=TIMEOUT
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=size or WORLD,
+        timeout=TIMEOUT,
     )
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
@@ -615,7 +632,10 @@ def answer(
     args = read_rank_file(
         min([*version.glob("common.pt"), *version.glob("mp_rank_*/model_optim_rng.pt")])
     )["args"]
-    with process_groups(args, rank, answered.with_suffix(".rendezvous")), torch.no_grad():
+    size = ranks_of(args)
+    if rank >= size:
+        return
+    with process_groups(args, rank, answered.with_suffix(".rendezvous"), size), torch.no_grad():
         chunks = load_chunks(args, version, further=further)
         if saved is not None:
             save_distributed(saved, chunks)
