@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -74,34 +75,34 @@ def test_calls_are_read_in_pieces_of_any_size(name: str, write: Any) -> None:
             assert len({call.identity for call in calls}) in (1, 2)
 
 
-def keys() -> Any:
-    return st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True).filter(
-        lambda key: key not in ("and", "as", "if", "in", "is", "or", "not", "for", "def", "del")
-    )
-
-
-def values(texts: Any) -> Any:
-    plain = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | texts
-    return st.recursive(
-        plain,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys(), inner, max_size=3),
-    )
-
-
+KEYS = st.from_regex(r"[a-z][a-z_0-9]{0,8}", fullmatch=True).filter(
+    lambda key: key not in ("and", "as", "if", "in", "is", "or", "not", "for", "def", "del")
+)
 TEXTS = st.text(
     st.characters(exclude_categories=("Cs", "Cc")) | st.sampled_from('{}[]"\\:,<>|'), max_size=12
 )
+
+
+@cache
+def arguments_for(name: str) -> Any:
+    """Arguments that a form can write. Texts without quotes have no white space at their ends and no marks."""
+    texts = TEXTS if name not in TAGGED else TEXTS.map(lambda text: text.replace("<", "").strip())
+    if "gemma" in name:
+        texts = TEXTS.map(lambda text: text.replace("<", "").replace("|", ""))
+    plain = st.none() | st.booleans() | st.integers(-(10**9), 10**9) | texts
+    values = st.recursive(
+        plain,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    )
+    return st.dictionaries(KEYS, values, max_size=4)
 
 
 @pytest.mark.parametrize("name", WRITERS)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_arguments_come_back(name: str, data: Any) -> None:
-    """Random arguments, behind a random text. Texts without quotes have no white space at their ends and no marks."""
-    texts = TEXTS if name not in TAGGED else TEXTS.map(lambda text: text.replace("<", "").strip())
-    if "gemma" in name:
-        texts = TEXTS.map(lambda text: text.replace("<", "").replace("|", ""))
-    arguments = data.draw(st.dictionaries(keys(), values(texts), max_size=4))
+    """Random arguments, behind a random text."""
+    arguments = data.draw(arguments_for(name))
     kinds = {key: {"type": "string"} for key, value in arguments.items() if isinstance(value, str)}
     schemas = {"weather": {"properties": kinds if name in AS_TEXT else {}}, "time": {}}
     calls = [("weather", arguments), ("time", {})]
