@@ -396,7 +396,7 @@ def test_ranks_whose_launcher_is_killed_end_with_one_line(
 def test_a_launcher_that_is_killed_before_its_ranks_have_met_ends_them_with_one_line(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_watch, "SILENT_SECONDS", 0.6)
+    impatient = "from megaconv.engine import store_watch\nstore_watch.SILENT_SECONDS = 0.6"
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = str(unused.getsockname()[1])
@@ -410,7 +410,7 @@ def test_a_launcher_that_is_killed_before_its_ranks_have_met_ends_them_with_one_
     }.items():
         monkeypatch.setenv(name, value)
     begun = time.monotonic()
-    outcome = finish(start(*command(model)), 60)
+    outcome = finish(start(*command(model), before=impatient), 60)
     assert_refused(outcome, 1, f"the store of the rendezvous at 127.0.0.1:{port}")
     assert time.monotonic() - begun < 20
 
