@@ -19,6 +19,7 @@ from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
     notices,
     quantized_forms,
+    require_described,
     require_quantization,
 )
 from megaconv.huggingface.quantization_config import quantization_files
@@ -69,6 +70,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
     natives = [native for native in listed if native.copy is None or native.copy.written]
     if options.quantize is not None:
         described = quantization_files(CONFIG_NAME, config_json, natives, header, options)
+        require_described(table, described[CONFIG_NAME], options.quantize)
         files |= {name: PlainFile(content) for name, content in described.items()}
         natives = [
             each for native in natives for each in with_scales(native, header, options.quantize)

@@ -8,11 +8,13 @@ listed with the others (`quantization_config.py`). Experts that can't be quantiz
 `scales.py` places all scales in the files.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from megaconv.errors import NotExpressible, UsageError
+from megaconv.families import Family
 from megaconv.huggingface.calibrated import (
     Calibrated,
     calibrated_forms,
@@ -201,6 +203,14 @@ def require_quantization(options: SaveOptions) -> None:
     for name, value in (("--kv-cache", options.kv_cache), ("--calibration", options.calibration)):
         if value is not None:
             raise UsageError(f"{name} {value}: is for a quantized output; pass --quantize too")
+
+
+def require_described(table: Family, config: bytes, quantize: str) -> None:
+    """Raise NotExpressible for a quantized output that the family wouldn't describe. config: its config.json."""
+    if not table.describes(json.loads(config)):
+        raise NotExpressible(
+            f"--quantize {quantize}: the names in quantized files of {table.name} aren't known; leave it out"
+        )
 
 
 def _weight_forms(natives: Sequence[NativeTensor], kind: str) -> dict[Key, Form]:

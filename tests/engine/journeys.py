@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
+import megaconv
 from megaconv.errors import CheckpointError
 from megaconv.families import families, read_config
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -144,6 +147,79 @@ def change(config: ModelConfig, random: Random) -> Options:
             {"dtype": random.choice(("bf16", "fp16", "fp32"))},
         )
     )
+
+
+def attempt(folder: Path, call: Callable[..., object], *places: Path, **options: Any) -> bool:
+    """Call it; False if it is refused. A refusal is one line, and leaves nothing in the folder."""
+    before = {path.name for path in folder.iterdir()}
+    refusal = None
+    try:
+        call(*places, **options)
+    except CheckpointError as error:
+        refusal = str(error)
+    if refusal is None:
+        return True
+    assert "\n" not in refusal
+    assert {path.name for path in folder.iterdir()} == before
+    return False
+
+
+def moved(at: Path, output: Path, config: ModelConfig, random: Random) -> Path:
+    """The model in another format or layout at `output`, or where it is, if none of some targets can have it."""
+    for _ in range(4):
+        options = target(config, random)
+        if attempt(output.parent, megaconv.convert, at, output, **options):
+            return output
+    return at
+
+
+def write_lora(path: Path, model: Path, random: Random) -> Path:
+    """A LoRA of some kinds of a model's linear layers, in some or all of its layers."""
+    held = load_file(model / "model.safetensors")
+    paths = [name.removesuffix(".weight") for name in held if is_linear(name, held[name])]
+    kinds = sorted({each.rpartition(".")[2] for each in paths})
+    chosen = random.sample(kinds, random.randint(1, len(kinds)))
+    found = [each for each in paths if each.rpartition(".")[2] in chosen]
+    found = random.sample(found, random.randint(1, len(found)))
+    rank = random.choice((1, 2, 4))
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    tensors: dict[str, torch.Tensor] = {}
+    for each in found:
+        outs, ins = held[f"{each}.weight"].shape
+        for letter, shape in (("A", (rank, ins)), ("B", (outs, rank))):
+            drawn = torch.randn(shape, generator=generator) / 8
+            tensors[f"base_model.model.{each}.lora_{letter}.weight"] = drawn
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": found}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def is_linear(name: str, tensor: torch.Tensor) -> bool:
+    """True for the weight of a linear layer of attention or an MLP."""
+    is_matrix = tensor.ndim == 2 and name.endswith("_proj.weight")
+    return is_matrix and ("attn." in name or "mlp." in name)
+
+
+def other_weights(model: Path, output: Path, random: Random) -> Path:
+    """A copy of a model with steps in some elements of its matrices. Embeddings and heads may have copies, and stay."""
+    shutil.copytree(model, output)
+    (output / "megaconv.json").unlink(missing_ok=True)
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    held = load_file(output / "model.safetensors")
+    for name, tensor in held.items():
+        if is_linear(name, tensor):
+            step = torch.rand(tensor.shape, generator=generator) < 0.4
+            held[name] = torch.where(step, (tensor.float() * 1.25).to(tensor.dtype), tensor)
+    save_file(held, output / "model.safetensors", metadata={"format": "pt"})
+    return output
+
+
+def run_in_temporary_directory(run: Callable[[int, Path], None], number: int) -> None:
+    """Run the journey of a number."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(number, Path(folder))
 
 
 def keys_of(path: Path) -> Options:

@@ -5,7 +5,6 @@ The number in a failure repeats a journey: `run_journey(17, folder)`. `make expl
 """
 
 import shutil
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -21,7 +20,14 @@ from megaconv.errors import CheckpointError
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.model.config import ModelConfig
-from tests.engine.journeys import FILES, change, keys_of, target, write_traveller
+from tests.engine.journeys import (
+    FILES,
+    change,
+    keys_of,
+    run_in_temporary_directory,
+    target,
+    write_traveller,
+)
 from tests.engine.test_chains import check_same_weights
 from tests.forks import Fork
 
@@ -165,18 +171,13 @@ def files_beside(model: Path) -> dict[str, bytes]:
     return {name: (model / name).read_bytes() for name in BESIDE if (model / name).exists()}
 
 
-def run_in_temporary_directory(number: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_journey(number, Path(folder))
-
-
 @given(st.integers(0, 1 << 30))
 @settings(max_examples=5, phases=[Phase.generate])
 def test_a_journey_ends_where_the_shortest_way_does(number: int) -> None:
-    run_in_temporary_directory(number)
+    run_in_temporary_directory(run_journey, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(400))
 def test_many_journeys_end_where_the_shortest_way_does(number: int) -> None:
-    run_in_temporary_directory(number)
+    run_in_temporary_directory(run_journey, number)

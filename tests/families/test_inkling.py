@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.meaning import lost_fields
 from megatron_lite.models.trainable import check_computed
 from tests.config_models import raw_config
+from tests.engine.test_chains import write_model
+from tests.runs import assert_refused, run
 from tests.transformers_oracle import CONVERTED, assert_comes_back
 from tests.transformers_oracle import create as create_text
 from tests.whole_models import (
@@ -240,3 +243,11 @@ def test_a_config_that_no_inkling_has_is_refused_with_its_key(
     with pytest.raises(CheckpointError, match=words) as refused:
         described(**keys)
     assert "\n" not in str(refused.value)
+
+
+def test_it_is_not_quantized_since_no_family_describes_such_files(tmp_path: Path) -> None:
+    """The names of scales in them aren't known. megaconv could not read its own output."""
+    source = write_model(NAME, tmp_path / "hf", Random(1))
+    words = ("--saver", "hf", "--quantize", "fp8-per-channel")
+    outcome = run("convert", source, tmp_path / "out", *words)
+    assert_refused(outcome, 2, "--quantize fp8-per-channel", "of inkling_text aren't known")
