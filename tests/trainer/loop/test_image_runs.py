@@ -111,23 +111,31 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     assert_weights(tmp_path, model)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 2",
-    ],
+TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPELINE = "--pipeline-model-parallel-size 2"
+CONTEXT = "--context-parallel-size 2"
+LAID_OUT = (
+    *("qwen3_vl", "internvl", "gemma3", "gemma4_small", "gemma4_unified"),
+    *("aya_vision", "llava_onevision", "ovis2", "minicpmv4_6"),
 )
+QUICK = {
+    ("qwen3_vl", TENSOR),
+    ("qwen3_vl", PIPELINE),
+    ("qwen3_vl", CONTEXT),
+    ("internvl", PIPELINE),
+    ("gemma3", CONTEXT),
+    ("gemma4_small", TENSOR),
+    ("gemma4_small", PIPELINE),
+}
+"""Kinds and layouts of `make test`: each layout with two kinds or more. The other ones are slow."""
+
+
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "layout"),
     [
-        *("qwen3_vl", "internvl", "gemma3", "gemma4_small"),
-        pytest.param("gemma4_unified", marks=pytest.mark.slow),
-        pytest.param("aya_vision", marks=pytest.mark.slow),
-        pytest.param("llava_onevision", marks=pytest.mark.slow),
-        pytest.param("ovis2", marks=pytest.mark.slow),
-        pytest.param("minicpmv4_6", marks=pytest.mark.slow),
+        pytest.param(kind, layout, marks=[] if (kind, layout) in QUICK else [pytest.mark.slow])
+        for kind in LAID_OUT
+        for layout in (TENSOR, PIPELINE, CONTEXT)
     ],
 )
 def test_a_step_is_the_same_in_every_layout(kind: str, layout: str, tmp_path: Path) -> None:

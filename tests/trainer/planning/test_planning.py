@@ -1,6 +1,7 @@
 """Plans equal what runs do: counted in small runs, and compared with published numbers of large ones."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -227,8 +228,15 @@ def test_each_optimizer_is_counted_with_its_own_state(distributed: bool) -> None
         assert adam.kept - muon.kept == layers * 4
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("granularity", [None, "selective"])
+def _granularities() -> Iterator[Any]:
+    """Each model without and with recomputation, in turn. The other one of the two is slow."""
+    for number, model in enumerate(MODELS):
+        quick, other = ("selective", None) if number % 2 else (None, "selective")
+        yield pytest.param(model, quick)
+        yield pytest.param(model, other, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "granularity"), [*_granularities()])
 def test_activations_are_those_that_autograd_keeps(model: str, granularity: str | None) -> None:
     for dtype in ("float32", "bfloat16"):
         planned = Planned(
