@@ -16,7 +16,7 @@ _FULL_NAMES = {
 _LONG_FORMS = {"average": "megaconv convert --average", "merge": "megaconv convert --adapter"}
 """Commands that are short for `convert` -> their long forms, which have all options of `convert`."""
 TRAINER_COMMANDS = frozenset((
-    "pretrain", "finetune", "preprocess", "data", "generate", "chat", "score", "serve", "evaluate", "calibrate", "retro",
+    "pretrain", "finetune", "preprocess", "data", "generate", "chat", "score", "serve", "evaluate", "calibrate", "rank-layers", "retro",
     "embed", "retrieve", "models", "recipes", "plot", "completion",
 ))  # fmt: skip
 """Commands that only megatron-lite has."""

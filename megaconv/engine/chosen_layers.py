@@ -87,14 +87,19 @@ def _notice(chosen: Sequence[int]) -> str:
 def _require_layers(header: Header, chosen: Sequence[int], place: str) -> None:
     config = header.config
     require_language_model(header, place, "--layers")
-    reason = _numbered(header)
-    if reason:
-        raise UnsupportedInput(
-            f"--layers: {place} is a {config.family}, {reason}; leave --layers out"
-        )
+    require_choosable(header, place, "--layers", "leave --layers out")
     if max(chosen) >= config.layer_count:
         raise UsageError(
             f"--layers: {place} has no layer {max(chosen)}; its layers are 0 to {config.layer_count - 1}"
+        )
+
+
+def require_choosable(header: Header, place: str, subject: str, remedy: str) -> None:
+    """Raise UnsupportedInput for a model whose layers can't have other numbers. subject, remedy: for the message."""
+    reason = _numbered(header)
+    if reason:
+        raise UnsupportedInput(
+            f"{subject}: {place} is a {header.config.family}, {reason}; {remedy}"
         )
 
 

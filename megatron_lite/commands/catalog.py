@@ -16,6 +16,7 @@ OTHERS = {
     "retro": "megatron_lite.retrieval.commands.retro",
     "embed": "megatron_lite.retrieval.commands.embed",
     "retrieve": "megatron_lite.retrieval.commands.retrieve",
+    "rank-layers": "megatron_lite.inference.commands.rank_layers",
     "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""

@@ -42,12 +42,17 @@ def row_bytes(config: ModelConfig, tokens: int, itemsize: int) -> int:
     return tokens * (elements * itemsize + scores * 4)
 
 
-def rows_together(config: ModelConfig, tokens: int, itemsize: int, max_memory: int) -> int:
-    """Return the number of rows that half of the memory holds. Raises UsageError if it holds none."""
-    each = row_bytes(config, tokens, itemsize)
+def rows_together(
+    config: ModelConfig, tokens: int, itemsize: int, max_memory: int, kept: int = 0
+) -> int:
+    """Return the number of rows that half of the memory holds. Raises UsageError if it holds none.
+
+    kept: further hidden states of each token that are in memory.
+    """
+    each = row_bytes(config, tokens, itemsize) + kept * tokens * config.hidden * itemsize
     if each > max_memory // 2:
         raise UsageError(
-            f"--max-memory {max_memory:,}: {tokens} tokens need about {2 * each:,} bytes; pass more, or a smaller --window"
+            f"--max-memory {max_memory:,}: {tokens} tokens need about {2 * each:,} bytes; pass more, or fewer tokens"
         )
     return max_memory // 2 // each
 

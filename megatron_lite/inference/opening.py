@@ -98,10 +98,7 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bo
 
     lasting: only rank 0 reacts to signals, because launchers and terminals send signals to all ranks.
     """
-    parallel = Parallel(
-        tensor_model_parallel_size=given.tp, pipeline_model_parallel_size=given.pp, expert_model_parallel_size=given.ep,
-        distributed_backend=given.distributed_backend, distributed_timeout_minutes=given.distributed_timeout_minutes,
-    )  # fmt: skip
+    parallel = parallel_of(given)
     place: launch.Place | None = None
     try:
         place = launch.start(parallel)
@@ -120,6 +117,28 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bo
         launch.leave(0)
     except Exception as error:
         launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
+
+
+def run_on_ranks(given: argparse.Namespace, work: Callable[[Parallel, launch.Place], None]) -> None:
+    """Call `work` on every rank. On an error the process ends."""
+    parallel = parallel_of(given)
+    place: launch.Place | None = None
+    try:
+        place = launch.start(parallel)
+        work(parallel, place)
+        launch.end(place)
+    except KeyboardInterrupt:
+        launch.leave(130)
+    except Exception as error:
+        launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
+
+
+def parallel_of(given: argparse.Namespace) -> Parallel:
+    """Return the settings of the flags for the layout."""
+    return Parallel(
+        tensor_model_parallel_size=given.tp, pipeline_model_parallel_size=given.pp, expert_model_parallel_size=given.ep,
+        distributed_backend=given.distributed_backend, distributed_timeout_minutes=given.distributed_timeout_minutes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

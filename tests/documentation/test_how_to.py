@@ -32,6 +32,7 @@ TRAINING = {
     "finetune": ("finetune-llama.md", "serve-a-tuned-model.md"),
     "continue": ("continue-a-megatron-run.md",),
     "tokens": ("add-tokens.md",),
+    "layers": ("shrink-a-model.md",),
     "machines": ("train-on-several-machines.md",),
 }
 """Pages that share a directory: the second page uses the files of the first."""

@@ -26,14 +26,14 @@ from megatron_lite.inference.calibration.recording import (
     matrices,
     watch,
 )
-from megatron_lite.inference.calibration.samples import Sample, read_samples
+from megatron_lite.inference.calibration.samples import Sample, read_samples, require_known
 from megatron_lite.inference.calibration.statistics import hugging_face_matrices, merged
-from megatron_lite.inference.opening import OpenedEngine, open_engine
+from megatron_lite.inference.opening import OpenedEngine, open_engine, run_on_ranks
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
 from megatron_lite.models.mixers.declaration import PerRow
 from megatron_lite.processes import launch
-from megatron_lite.processes.failure import all_or_none, report
+from megatron_lite.processes.failure import all_or_none
 from megatron_lite.settings.parallel import Parallel
 
 
@@ -46,20 +46,12 @@ def main(given: argparse.Namespace) -> None:
     output = Path(given.output)
     if not output.parent.is_dir():
         raise UsageError(f"--output {output}: there is no directory {output.parent}")
-    parallel = Parallel(
-        tensor_model_parallel_size=given.tp, pipeline_model_parallel_size=given.pp, expert_model_parallel_size=given.ep,
-        distributed_backend=given.distributed_backend, distributed_timeout_minutes=given.distributed_timeout_minutes,
-    )  # fmt: skip
-    place: launch.Place | None = None
-    try:
-        place = launch.start(parallel)
+
+    def work(parallel: Parallel, place: launch.Place) -> None:
         opened = open_engine(given, parallel, place, adapter_choices(given.merged))
         _calibrate(given, opened, place, output)
-        launch.end(place)
-    except KeyboardInterrupt:
-        launch.leave(130)
-    except Exception as error:
-        launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
+
+    run_on_ranks(given, work)
 
 
 def _calibrate(
@@ -101,18 +93,7 @@ def _samples(given: argparse.Namespace, opened: OpenedEngine, length: int) -> li
     """The samples of --data. Raises UsageError, CorruptCheckpoint."""
     template = read_template(given.chat_template)
     found = read_samples(given.data, opened.tokenizer, given.samples, length, template)
-    return _checked(found, opened)
-
-
-def _checked(samples: list[Sample], opened: OpenedEngine) -> list[Sample]:
-    """The samples. Raises UsageError for a token outside the vocabulary."""
-    vocab = opened.config.vocab
-    largest = max(int(sample.max()) for sample in samples)
-    if largest >= vocab or min(int(sample.min()) for sample in samples) < 0:
-        raise UsageError(
-            f"--data: token {largest} is outside the model's vocabulary of {vocab}; use data of the model's own tokenizer"
-        )
-    return samples
+    return require_known(found, opened.config.vocab)
 
 
 def _batches(samples: Sequence[Sample], rows: int) -> list[torch.Tensor]:

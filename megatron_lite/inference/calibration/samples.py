@@ -41,6 +41,16 @@ def read_samples(
     return samples
 
 
+def require_known(samples: list[Sample], vocab: int) -> list[Sample]:
+    """Return the samples. Raises UsageError for a token outside the model's vocabulary."""
+    largest = max(int(sample.max()) for sample in samples)
+    if largest >= vocab or min(int(sample.min()) for sample in samples) < 0:
+        raise UsageError(
+            f"--data: token {largest} is outside the model's vocabulary of {vocab}; use data of the model's own tokenizer"
+        )
+    return samples
+
+
 def _of_chats(
     words: Sequence[str], tokenizer: Tokenizer, length: int, template: str | None
 ) -> Iterator[Sample]:

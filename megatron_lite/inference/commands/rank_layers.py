@@ -1,0 +1,69 @@
+"""Flags of `megatron-lite rank-layers`."""
+
+from megaconv.local_paths import local_word
+from megatron_lite.inference.flags import Parser, command, make_parser
+
+SAMPLES, SEQ_LENGTH = 16, 512
+EXAMPLES = """  megatron-lite rank-layers Mistral-7B --data chats.jsonl --leave-out 8
+  megatron-lite rank-layers ckpt --data corpus_text_document --samples 32 --dtype bf16 --json
+  megaconv convert Mistral-7B pruned --saver hf --layers 0-20,29-31"""
+
+
+def parser() -> Parser:
+    """Return the parser of the command."""
+    made = make_parser(
+        "rank-layers",
+        "Measure how much each layer changes its input, to leave layers out with `megaconv convert --layers`. "
+        "No weight stays in memory.",
+        EXAMPLES,
+        quantizes=False,
+        adapts=False,
+    )
+    made.set_defaults(stream_weights=True)
+    add = made.add_argument_group("measurement").add_argument
+    add(
+        "--data",
+        required=True,
+        nargs="+",
+        type=local_word,
+        metavar="PATH",
+        help="chats or texts as `finetune` reads them, or the prefix of an indexed dataset",
+    )
+    add(
+        "--chat-template",
+        type=local_word,
+        metavar="FILE",
+        help="chat template for chats (the tokenizer's own)",
+    )
+    add(
+        "--leave-out",
+        type=int,
+        metavar="N",
+        help="layers to leave out (a quarter of all)",
+    )
+    add(
+        "--samples",
+        type=int,
+        default=SAMPLES,
+        metavar="N",
+        help=f"the most samples ({SAMPLES})",
+    )
+    add(
+        "--seq-length",
+        type=int,
+        default=SEQ_LENGTH,
+        metavar="N",
+        help=f"the most tokens of a sample ({SEQ_LENGTH})",
+    )
+    add(
+        "--max-memory",
+        metavar="SIZE",
+        help="memory for activations and the block of weights that is being read (4GiB)",
+    )
+    add("--json", action="store_true", help="print one JSON document")
+    return made
+
+
+def main(words: list[str]) -> int:
+    """Run the command and return the exit status."""
+    return command(parser(), words, "megatron_lite.inference.ranking")

@@ -1,0 +1,157 @@
+"""`megatron-lite rank-layers`: measures the layers of a model, and names those that can be left out with the least change."""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from formats.wording import counted
+from megaconv.commands.forward_pass import MAX_MEMORY
+from megaconv.engine.chosen_layers import require_choosable
+from megaconv.errors import NotExpressible, UsageError
+from megaconv.families import has_text_only
+from megaconv.model.config import ModelConfig
+from megaconv.options.values import byte_size
+from megaconv.terminal import show
+from megatron_lite.data.finetuning.chat import read_template
+from megatron_lite.forward.influence import Influence, measure
+from megatron_lite.forward.rows import batches, rows_together
+from megatron_lite.inference.calibration.samples import read_samples, require_known
+from megatron_lite.inference.opening import OpenedEngine, open_engine, run_on_ranks
+from megatron_lite.processes import launch
+from megatron_lite.settings.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The result of the command."""
+
+    place: str
+    """The model, for commands."""
+    influence: Influence
+    left_out: int
+    """Number of layers to leave out."""
+
+    @property
+    def block(self) -> range:
+        """The block of layers that changes least."""
+        first = self.influence.least_block
+        return range(first, first + self.left_out)
+
+    @property
+    def single(self) -> list[int]:
+        """The layers that change least, each by itself."""
+        return self.influence.least_layers(self.left_out)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result for programs."""
+        return {
+            "tokens": self.influence.tokens,
+            "layers": [
+                {"layer": number, "change": change}
+                for number, change in enumerate(self.influence.layers)
+            ],
+            "leave_out": self.left_out,
+            "block": {
+                "first": self.block[0],
+                "last": self.block[-1],
+                "change": self.influence.blocks[self.block[0]],
+                "layers": self._kept(self.block),
+            },
+            "single": {"left_out": self.single, "layers": self._kept(self.single)},
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the result as lines."""
+        influence = self.influence
+        yield "layer  change"
+        for number, change in enumerate(influence.layers):
+            yield f"{number:5}  {change:.4f}"
+        yield f"change: 1 - the cosine between input and output, the mean of {counted(influence.tokens, 'token')}"
+        first, last = self.block[0], self.block[-1]
+        named = f"layer {first}" if first == last else f"layers {first} to {last}"
+        angle = influence.blocks[first]
+        yield f"the {counted(self.left_out, 'consecutive layer')} of the least change: {named} (an angle of {180 * angle:.1f} degrees)"
+        yield f"  {self._command(self.block)}"
+        if list(self.block) != self.single:
+            listed = ", ".join(map(str, self.single))
+            yield f"the {counted(self.left_out, 'single layer')} of the least change: {listed}"
+            yield f"  {self._command(self.single)}"
+
+    def _command(self, left_out: Sequence[int]) -> str:
+        path = Path(self.place)
+        part = " --text-only" if path.is_dir() and has_text_only(path) else ""
+        layers = self._kept(left_out)
+        return f"megaconv convert {self.place} pruned --saver hf{part} --layers {layers}"
+
+    def _kept(self, left_out: Sequence[int]) -> str:
+        """Return the layers that stay, as --layers takes them."""
+        kept = [number for number in range(len(self.influence.layers)) if number not in left_out]
+        return ranges(kept)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return rising numbers as --layers takes them: 0-20,29-31."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ",".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+
+
+def main(given: argparse.Namespace) -> None:
+    """Run the command. Raises UsageError."""
+
+    def work(parallel: Parallel, place: launch.Place) -> None:
+        opened = open_engine(given, parallel, place)
+        _show(_ranked(given, opened), as_json=given.json)
+
+    run_on_ranks(given, work)
+
+
+def _show(ranking: Ranking, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(ranking.to_json(), indent=2))
+        return
+    for line in ranking.lines():
+        show(line)
+
+
+def _ranked(given: argparse.Namespace, opened: OpenedEngine) -> Ranking:
+    """Measure the layers. Raises UsageError, NotExpressible."""
+    config = opened.config
+    require_choosable(
+        opened.start.header, given.load, "rank-layers", "no layer of it can be left out"
+    )
+    left_out = _left_out(given.leave_out, config)
+    template = read_template(given.chat_template)
+    length = min(given.seq_length, opened.length)
+    samples = require_known(
+        read_samples(given.data, opened.tokenizer, given.samples, length, template), config.vocab
+    )
+    rows = [tuple(sample.tolist()) for sample in samples]
+    limit = byte_size(given.max_memory or MAX_MEMORY, "--max-memory ")
+    # The inputs of a block, and copies of two states in float32.
+    kept = left_out + 4
+    longest = max(map(len, rows))
+    itemsize = opened.engine.dtype.itemsize
+    together = rows_together(config, longest, itemsize, limit, kept)
+    passes = [each.to(opened.engine.grid.device) for each in batches(config, rows, together)]
+    return Ranking(given.load, measure(opened.engine, passes, left_out), left_out)
+
+
+def _left_out(asked: int | None, config: ModelConfig) -> int:
+    """Return the number of layers to leave out. Raises UsageError, NotExpressible."""
+    count = config.layer_count
+    if count < 2:
+        raise NotExpressible(f"a {config.family} with one layer has none to leave out")
+    found = max(1, count // 4) if asked is None else asked
+    if not 0 < found < count:
+        raise UsageError(
+            f"--leave-out {found}: the model has {count} layers; give a number from 1 to {count - 1}"
+        )
+    return found

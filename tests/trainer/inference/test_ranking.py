@@ -1,0 +1,164 @@
+"""`megatron-lite rank-layers`: the change by each layer is that of transformers' states, and layers without effect are found."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import megaconv
+from megatron_lite.inference.ranking import ranges
+from megatron_lite.processes import launch
+from tests.trainer.data.chat_templates import MARKED, save_tokenizer
+from tests.trainer.inference.test_commands import run
+
+LAYERS = 6
+
+pytestmark = pytest.mark.oracle
+
+
+@pytest.fixture(autouse=True)
+def _failures_leave_the_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "leave", sys.exit)
+
+
+IDLE = (2, 3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with a tokenizer. Two of its layers add nothing to their input, and layer 5 adds little."""
+    directory = tmp_path_factory.mktemp("model")
+    save_tokenizer(directory, MARKED["chatml"])
+    torch.manual_seed(1)
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=420, hidden_size=32, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for number, factor in [*((idle, 0.0) for idle in IDLE), (5, 0.1)]:
+            layer = made.model.layers[number]
+            layer.self_attn.o_proj.weight *= factor
+            layer.mlp.down_proj.weight *= factor
+    made.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    records = [{"text": "the cat sat on the mat " * n} for n in (1, 2, 5)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    return file
+
+
+def ranked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
+    assert run("rank-layers", *words, "--json") == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def states_of_transformers(model: Path, texts: Path) -> list[torch.Tensor]:
+    """[tokens, hidden] after the embedding and after each layer, of all tokens but the last one of each text."""
+    from megatron_lite.data.tokenizer import TokenizerOptions, build_tokenizer
+
+    tokenizer = build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", str(model)))
+    computed = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found: list[list[torch.Tensor]] = [[] for _ in range(LAYERS + 1)]
+
+    def keep(place: int) -> Any:
+        return lambda _module, _given, output: found[place].append(
+            (output[0] if isinstance(output, tuple) else output).reshape(-1, 32)[:-1]
+        )
+
+    computed.model.embed_tokens.register_forward_hook(keep(0))
+    for number, layer in enumerate(computed.model.layers):
+        layer.register_forward_hook(keep(number + 1))
+    for line in texts.read_text().splitlines():
+        ids = [*tokenizer.begin, *tokenizer.tokenize(json.loads(line)["text"]), tokenizer.eod]
+        with torch.no_grad():
+            computed(torch.tensor([ids]))
+    return [torch.cat(parts) for parts in found]
+
+
+def test_changes_are_those_of_transformers_states(
+    model: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ranked(capsys, model, "--data", texts, "--leave-out", 3, "--dtype", "fp32")
+    states = states_of_transformers(model, texts)
+    assert found["tokens"] == len(states[0])
+    for number, line in enumerate(found["layers"]):
+        cosine = torch.cosine_similarity(states[number], states[number + 1], dim=-1)
+        assert line == {
+            "layer": number,
+            "change": pytest.approx(float(1 - cosine.mean()), abs=1e-5),
+        }
+    angles = [
+        float(torch.arccos(torch.cosine_similarity(states[n], states[n + 3], dim=-1)).mean()) / torch.pi
+        for n in range(LAYERS - 2)
+    ]  # fmt: skip
+    first = min(range(len(angles)), key=angles.__getitem__)
+    assert found["block"]["first"] == first
+    assert found["block"]["last"] == first + 2
+    assert found["block"]["change"] == pytest.approx(angles[first], abs=1e-4)
+
+
+def test_layers_without_effect_are_left_out_and_the_model_stays_the_same(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = ranked(capsys, model, "--data", texts, "--leave-out", 2)
+    assert (found["block"]["first"], found["block"]["last"]) == IDLE
+    assert found["block"]["layers"] == found["single"]["layers"] == "0-1,4-5"
+    megaconv.convert(model, tmp_path / "pruned", saver="hf", layers=found["block"]["layers"])
+    whole, pruned = (
+        AutoModelForCausalLM.from_pretrained(place) for place in (model, tmp_path / "pruned")
+    )
+    tokens = torch.arange(10).unsqueeze(0)
+    assert torch.equal(whole(tokens).logits, pruned(tokens).logits)
+
+
+def test_the_passes_of_less_memory_have_the_same_result(
+    model: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = ranked(capsys, model, "--data", texts, "--seq-length", 16)
+    parts = ranked(capsys, model, "--data", texts, "--seq-length", 16, "--max-memory", "200KB")
+    for one, other in zip(whole["layers"], parts["layers"], strict=True):
+        assert other["change"] == pytest.approx(one["change"], abs=1e-6)
+
+
+def test_the_lines_have_commands(
+    model: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("rank-layers", model, "--data", texts, "--leave-out", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "layer  change"
+    assert lines[3] == "    2  0.0000"
+    assert lines[8].startswith("the 3 consecutive layers of the least change: layers ")
+    assert lines[9].startswith(f"  megaconv convert {model} pruned --saver hf --layers 0")
+    assert lines[10] == "the 3 single layers of the least change: 2, 3, 5"
+    assert lines[11].endswith("--layers 0-1,4")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--leave-out 6", "--leave-out 6: the model has 6 layers; give a number from 1 to 5"),
+        ("--leave-out 0", "--leave-out 0: the model has 6 layers"),
+        ("--max-memory 10KB", "--max-memory 10,"),
+        ("--samples 0", "--samples takes 1 or more"),
+    ],
+)
+def test_wrong_numbers_are_refused(
+    model: Path, texts: Path, words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("rank-layers", model, "--data", texts, *words.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_ranges_are_those_that_layers_takes() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
