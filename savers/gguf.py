@@ -98,6 +98,10 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         f"matrices are stored as {', '.join(rounded or [main])}, norms and biases as float32",
         *metadata_notices(config),
     ]
+    if config.norm.zero_centered and config.dtype == "float32":
+        notices.append(
+            "norms are stored with 1 added, which rounds weights of float32; outputs don't change, and the weights that are read back do"
+        )
     if config.mtp_layers:
         notices.append(
             f"{counted(config.mtp_layers, 'MTP layer')} left out: {architecture} has none in llama.cpp; outputs don't change"

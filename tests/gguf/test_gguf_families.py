@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.engine.fingerprints import fingerprint_source
@@ -135,6 +135,19 @@ def test_longrope_is_written_as_transformers_reads_it_and_no_megatron_has_it(
     )
     outcome = run("convert", source, tmp_path / "core", "--saver", "core")
     assert_refused(outcome, 2, "longrope", "no equivalent in Megatron core")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_notice_says_that_norms_of_float32_are_rounded(dtype: str, tmp_path: Path) -> None:
+    source = source_of(tmp_path / "hf", "gemma2", {**GEMMA, "torch_dtype": dtype})
+    held = load_file(source / "model.safetensors")
+    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in held.items()}
+    save_file(cast, source / "model.safetensors", {"format": "pt"})
+    place = ("--saver", "gguf", "--save-dir", tmp_path / "out", "--option", "tokenizer=none")
+    outcome = run("convert", "--load-dir", source, *place)
+    assert outcome.status == 0, outcome.err
+    said = "norms are stored with 1 added, which rounds weights of float32"
+    assert (said in outcome.out + outcome.err) == (dtype == "float32")
 
 
 @pytest.mark.parametrize("found", [[1.0], [1.0, "x"], None], ids=str)
