@@ -17,6 +17,7 @@ from formats.rows import Rows
 from formats.safetensors import SafetensorsLayout
 from formats.tensor import ITEMSIZE, LazyTensor, Shape, byte_count, read_tensor, row_blocks
 from megaconv.engine.plan import BLOCK_BYTES
+from megaconv.engine.record import RECORD_NAME
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -28,9 +29,11 @@ from megaconv.families.parts.llama_vision import (
     llama_inside,
 )
 from megaconv.hub import nothing_at
+from megaconv.huggingface.quantization_files import QUANTIZATION_FILES
 from megaconv.huggingface.stored_names import without_wrappers
 from megaconv.huggingface.weight_files import is_weights, read_directory
 from megaconv.model.ir import Header, Key
+from megaconv.signatures.bundle import SIGNATURE_NAME
 from megaconv.values.cast import CastTensor
 from megaconv.values.quantized import dequantize
 
@@ -113,9 +116,13 @@ class BaseModel:
         return {path.name: path for path in sorted(self.directory.iterdir()) if _is_copied(path)}
 
 
+_OF_WEIGHTS = (RECORD_NAME, SIGNATURE_NAME, *QUANTIZATION_FILES)
+"""Files that are about the original's own weights: fingerprints, a signature, and quantizations, which the output lacks."""
+
+
 def _is_copied(path: Path) -> bool:
     """True if a file of the original is copied to the output as it is."""
-    if not path.is_file() or path.name == CONFIG_NAME or is_weights(path):
+    if not path.is_file() or path.name in (CONFIG_NAME, *_OF_WEIGHTS) or is_weights(path):
         return False
     is_hidden_or_code = path.name[0] == "." or path.suffix == ".py"
     return not is_hidden_or_code and path.stat().st_size <= SIDECAR_BYTES

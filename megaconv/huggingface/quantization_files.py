@@ -8,9 +8,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaconv.families.parts.hf_config import QUANTIZATION, load_config, quantization
+from megaconv.families.parts.hf_config import (
+    MODELOPT_FILE,
+    QUANTIZATION,
+    load_config,
+    quantization,
+)
 
 _GPTQ_FILE, _AWQ_FILE = "quantize_config.json", "quant_config.json"
+QUANTIZATION_FILES = (MODELOPT_FILE, _GPTQ_FILE, _AWQ_FILE)
+"""Files beside config.json that describe quantized weights."""
 _WORDS = ".qweight"
 """The end of the names of packed matrices."""
 _AWQ_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}

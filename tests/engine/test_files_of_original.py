@@ -109,3 +109,27 @@ def test_a_multimodal_original_names_them_where_it_did(stated: str, tmp_path: Pa
     found = settings(original)
     assert found["text_config"]["eos_token_id"] == 9
     assert found.get("eos_token_id") == (9 if stated == "outside" else None)
+
+
+def test_files_about_the_originals_own_weights_are_left_out(tmp_path: Path) -> None:
+    """An engine would take the output for a quantized model, and `verify` for a changed one."""
+    source, core = write_llama(tmp_path / "hf", hidden=64, layers=1), tmp_path / "core"
+    original = tmp_path / "original"
+    megaconv.convert(source, core, saver="core")
+    megaconv.convert(source, original, saver="hf", quantize="fp8-per-channel")
+    assert (original / "hf_quant_config.json").exists()
+    about_weights = (
+        "hf_quant_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "model.sig",
+    )
+    for name in (*about_weights[1:], "extra.txt"):
+        (original / name).write_text("{}")
+    outcome = back(core, original)
+    assert outcome.status == 0, outcome.err
+    made = tmp_path / "back"
+    assert not [name for name in about_weights if (made / name).exists()]
+    assert (made / "extra.txt").exists()
+    assert megaconv.verify(made).same
+    assert "modelopt" not in run("inspect", made).out
