@@ -72,6 +72,12 @@ class Record:
         now = None if self.provenance is None else digest(canonical(self.provenance))
         return now == self.provenance_hash
 
+    @property
+    def has_original(self) -> bool:
+        """True if the output was completed by an original (--base), whose tensors have no fingerprints."""
+        inputs = [] if self.provenance is None else self.provenance.get("inputs", [])
+        return any(isinstance(each, Mapping) and each.get("as") == "original" for each in inputs)
+
     def changed_files(self) -> dict[str, str]:
         """Small files that are `changed` or `missing`.
 
