@@ -72,8 +72,9 @@ class Engine(RankComputation):
         self.criterion = criterion.on(grid.group("replicas"))
         self._loss_names = criterion.loss_names(config)
         self._context = context_group(grid, options)
-        self._passes = Passes(config, grid.device, self.dtype, self._context)
-        built = build_chunks(config, grid, options)
+        ahead = config.mtp_layers if criterion.trains_mtp else 0
+        self._passes = Passes(config, grid.device, self.dtype, self._context, ahead)
+        built = build_chunks(config, grid, options, trains_mtp=criterion.trains_mtp)
         self.chunks = built.chunks
         self.infos = built.infos
         self.adapters = built.adapters
@@ -128,7 +129,7 @@ class Engine(RankComputation):
         groups = TensorGroups(grid.group("tp"), grid.group("etp"))
         self.optimizer = Optimizer(self.buckets, optimizer, groups)
         if optimizer.qk_clip is not None or optimizer.log_scores:
-            self._watch = ScoreWatch(self.chunks, grid)
+            self._watch = ScoreWatch(self.chunks, grid, trains_mtp=self.criterion.trains_mtp)
 
     def train_step(
         self,

@@ -40,6 +40,8 @@ def introduce(
     _introduce_evaluations(run)
     if saves and start is not None:
         _point_out(run, start)
+    if run.config.mtp_layers and not run.engine.criterion.trains_mtp:
+        run.say("MTP layers keep their values: this objective trains the next token alone")
     if adapters is not None:
         _introduce_adapters(run, adapters)
         _introduce_rows(run, adapters.options, tokenizer)

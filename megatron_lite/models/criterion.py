@@ -1,6 +1,7 @@
 """The loss of a training step: what the last stage computes, and what the mean counts."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,6 +21,9 @@ Extras = Mapping[str, Tensor]
 
 class Criterion:
     """The loss that the network itself defines: of next tokens or of masked words. Subclasses define others."""
+
+    trains_mtp: ClassVar[bool] = True
+    """False if the loss doesn't depend on MTP layers: then they keep their values and are not computed."""
 
     def check(self, config: ModelConfig) -> None:
         """Raise NotExpressible for a model that can't be trained with this loss."""

@@ -215,9 +215,13 @@ class Passes:
         device: torch.device,
         dtype: torch.dtype,
         context: ContextGroup | None = None,
+        ahead: int = 0,
     ) -> None:
-        """context: the ranks that share each sequence. Raises NotExpressible for unsupported positions."""
-        self._device, self._context, self._depths = device, context, config.mtp_layers
+        """context: the ranks that share each sequence. ahead: MTP layers that are trained.
+
+        Raises NotExpressible for unsupported positions.
+        """
+        self._device, self._context, self._depths = device, context, ahead
         self._has_types = config.token_types > 0
         rotates = config.positions.kind == "rope"
         self._rotary = Rotary(usual_positions(config), device, dtype) if rotates else None

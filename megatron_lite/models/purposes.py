@@ -25,28 +25,16 @@ def refuse_scores(config: ModelConfig, place: str) -> None:
         )
 
 
-def refuse_pairs(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model that can't learn from pairs of answers."""
+def refuse_scored_pairs(config: ModelConfig) -> None:
+    """Raise NotExpressible for a model that can't become a reward model."""
     if config.mtp_layers:
         raise NotExpressible(
-            "the model predicts further tokens, which can't be trained on pairs of answers yet"
-        )
-
-
-def refuse_completions(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model that can't learn from rewards of its completions."""
-    if config.mtp_layers:
-        raise NotExpressible(
-            "the model predicts further tokens, which can't be trained on rewards yet"
+            "the model has MTP layers, which predict further tokens and have no part in a reward model; such models can't become one yet"
         )
 
 
 def refuse_taught(config: ModelConfig) -> None:
     """Raise NotExpressible for a model that can't learn from a teacher."""
-    if config.mtp_layers:
-        raise NotExpressible(
-            "the model predicts further tokens, which can't be learned from a teacher yet"
-        )
     if config.family == RETRO:
         raise NotExpressible("a Retro can't learn from a teacher")
 

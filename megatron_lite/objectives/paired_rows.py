@@ -11,7 +11,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.purposes import refuse_pairs
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.payload import Payload
 
@@ -19,11 +18,9 @@ from megatron_lite.parallel.payload import Payload
 class PairCriterion(Criterion):
     """A loss whose mean counts pairs."""
 
+    trains_mtp = False
     figures: ClassVar[tuple[str, ...]]
     """Reported next to the loss, as means over pairs."""
-
-    def check(self, config: ModelConfig) -> None:
-        refuse_pairs(config)
 
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         return "loss", *self.figures

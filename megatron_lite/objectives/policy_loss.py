@@ -15,7 +15,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.purposes import refuse_completions
 from megatron_lite.parallel.payload import Payload
 
 ADVANTAGES = "advantages"
@@ -49,10 +48,8 @@ class Policy:
 class PolicyLoss(Criterion):
     """The loss of completions. Each row is a prompt with one completion, whose labels have weight 1."""
 
+    trains_mtp = False
     options: Policy
-
-    def check(self, config: ModelConfig) -> None:
-        refuse_completions(config)
 
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         divergence = ("kl",) if self.options.beta else ()

@@ -16,7 +16,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.purposes import refuse_pairs
 from megatron_lite.objectives.pair_loss import REFERENCE
 from megatron_lite.objectives.paired_rows import counted_once, measured_answers
 from megatron_lite.parallel.payload import Payload
@@ -42,10 +41,8 @@ class Rating:
 class RatedLoss(Criterion):
     """The loss of rated answers. Its mean counts answers."""
 
+    trains_mtp = False
     options: Rating
-
-    def check(self, config: ModelConfig) -> None:
-        refuse_pairs(config)
 
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         return "loss", *FIGURES

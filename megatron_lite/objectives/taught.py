@@ -55,6 +55,7 @@ class Taught(Objective):
 class TeacherLoss(Criterion):
     """The divergence of next tokens from a teacher's predictions, and their cross entropy."""
 
+    trains_mtp = False
     options: Distillation
 
     def check(self, config: ModelConfig) -> None:

@@ -73,7 +73,7 @@ class MuonUpdate:
         """Update the matrices."""
         for item, matrices in zip(self._ranges, self._pieces, strict=True):
             item.gradient.mul_(factor)
-            item.master.mul_(1 - rates.lr * rates.weight_decay)
+            item.master.mul_(1 - rates.lr * rates.decay_of(decays=item.info.decays))
             direction = self._direction(item).view(item.shape)
             master = item.master.view(item.shape)
             for rows, columns in matrices:

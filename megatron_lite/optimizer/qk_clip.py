@@ -62,15 +62,16 @@ class StepScores:
 class ScoreWatch:
     """Collects the scores of this rank's layers and heads."""
 
-    def __init__(self, chunks: Sequence[nn.Module], grid: Grid) -> None:
-        """chunks: those of this rank. A stage may have no layers."""
+    def __init__(self, chunks: Sequence[nn.Module], grid: Grid, *, trains_mtp: bool = True) -> None:
+        """chunks: those of this rank. A stage may have no layers. trains_mtp: False if MTP layers are not computed."""
         self._replicas = grid.group("replicas")
         """The ranks that have other tokens of the same layers and heads."""
         self._world, self._device = grid.group("world"), grid.device
         self._attentions: list[_Attention] = []
         for index, chunk in enumerate(chunks):
             for path, module in chunk.named_modules():
-                if isinstance(module, SelfAttention | LatentAttention):
+                is_computed = trains_mtp or not path.startswith("mtp.")
+                if isinstance(module, SelfAttention | LatentAttention) and is_computed:
                     self._attentions.append(_Attention(index, path, module))
         self._passes: list[LargestScores] = []
 

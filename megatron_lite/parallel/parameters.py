@@ -42,6 +42,8 @@ class ParameterInfo:
     """True if the parameter keeps its loaded value: only adapters are trained, or the gate of retrieval is 0."""
     in_float32: bool = False
     """True if the parameter is float32, whatever the model's dtype."""
+    rests: bool = False
+    """True if the loss doesn't depend on the parameter. It keeps its value, and the optimizer has its state all the same."""
 
     @property
     def name(self) -> str:
@@ -70,7 +72,7 @@ class ParameterInfo:
     @property
     def decays(self) -> bool:
         """True if weight decay applies: to matrices, but not to norms, to biases and to what keeps its value."""
-        return self.is_matrix and self.kind is not Kind.CONSTANT
+        return self.is_matrix and self.kind is not Kind.CONSTANT and not self.rests
 
     @property
     def decoupled(self) -> bool:

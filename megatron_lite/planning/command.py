@@ -18,8 +18,7 @@ from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.lora.whole import beside_layers
 from megatron_lite.models.purposes import (
     check_teacher,
-    refuse_completions,
-    refuse_pairs,
+    refuse_scored_pairs,
     refuse_scores,
     refuse_taught,
     refuse_whole,
@@ -214,13 +213,9 @@ def _model(settings: Settings) -> ModelConfig:
     refuse_whole(config, load)
     if settings.rewards.reward_modeling:
         config = scored(config, load)
-        refuse_pairs(config)
+        refuse_scored_pairs(config)
     else:
         refuse_scores(config, load)
-    if settings.dpo.dpo or settings.kto.kto:
-        refuse_pairs(config)
-    if settings.grpo.grpo:
-        refuse_completions(config)
     try:
         check_computed(config)  # first, because check_against needs Megatron's args of the model
     except NotExpressible as error:

@@ -1,6 +1,6 @@
 """Builds a rank's chunks of a model on the meta device, with their adapters, and allocates parameters without gradients."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,8 +41,13 @@ class Built(NamedTuple):
     """This rank's sizes, such as its number of heads."""
 
 
-def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Built:
-    """Build the chunks on the meta device, with adapters if these are trained. Collective with adapters."""
+def build_chunks(
+    config: ModelConfig, grid: Grid, options: ModelOptions, *, trains_mtp: bool = True
+) -> Built:
+    """Build the chunks on the meta device, with adapters if these are trained. Collective with adapters.
+
+    trains_mtp: False if MTP layers keep their values.
+    """
     tp, lora = grid.layout.tp, options.lora
     check_device(options.fp8, grid.device, tp)
     options = replace(options, fp8=fp8_of_device(options.fp8, grid.device))
@@ -62,11 +67,16 @@ def build_chunks(config: ModelConfig, grid: Grid, options: ModelOptions) -> Buil
             found_adapters |= bool(adapters)
             adapters += _attach_rows(module, infos, plan, lora)
         built.chunks.append(module)
-        built.infos.append(infos)
-        built.adapters.append(adapters)
+        built.infos.append(infos if trains_mtp else _with_resting_mtp(infos))
+        built.adapters.append(adapters if trains_mtp else _with_resting_mtp(adapters))
     if lora is not None:
         check_targets(config, lora.targets, found=_anywhere(found_adapters, grid))
     return built
+
+
+def _with_resting_mtp(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
+    """Return the parameters, of which those of MTP layers keep their values."""
+    return [replace(info, rests=info.name.startswith("mtp.")) for info in infos]
 
 
 def _anywhere(found: bool, grid: Grid) -> bool:

@@ -17,10 +17,11 @@ def move_expert_biases(
 
     balances: of this rank's microbatches. groups: the ranks that route other tokens of the same layers.
     """
-    routers = list(_routers_with_bias(chunks))
+    found = tokens_by_layer(balances)
+    # MTP layers that keep their values are not computed, and have no tokens.
+    routers = [router for router in _routers_with_bias(chunks) if router.layer in found]
     if not routers:  # a stage may have only dense layers
         return
-    found = tokens_by_layer(balances)
     tokens = torch.stack([found[router.layer] for router in routers])
     for group in groups:
         comm.all_reduce(tokens, group)

@@ -242,5 +242,5 @@ def assert_as_alone(case: Case, place: Path, world: World) -> None:
 
 def test_a_model_that_predicts_further_tokens_is_refused() -> None:
     config = open_checkpoint(FIXTURES / "peft-llama-all-linear" / "base").config
-    with pytest.raises(NotExpressible, match="predicts further tokens"):
+    with pytest.raises(NotExpressible, match="has MTP layers, which predict further tokens"):
         ScoreLoss().check(changed(config, {"mtp_layers": 1}))

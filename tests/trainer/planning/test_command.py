@@ -367,7 +367,10 @@ def test_a_model_that_cannot_become_a_reward_model_is_not_planned_as_one(
     assert main(f"--load {config} --reward-modeling".split()) != 0
     assert main(f"{GPT3} --reward-modeling".split()) == 2
     errors = capsys.readouterr().err.splitlines()
-    assert "predicts further tokens, which can't be trained on pairs of answers" in errors[0]
+    assert (
+        "has MTP layers, which predict further tokens and have no part in a reward model"
+        in errors[0]
+    )
     assert "--reward-modeling needs --load" in errors[1]
 
 
