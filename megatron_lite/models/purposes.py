@@ -25,14 +25,6 @@ def refuse_scores(config: ModelConfig, place: str) -> None:
         )
 
 
-def refuse_scored_pairs(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model that can't become a reward model."""
-    if config.mtp_layers:
-        raise NotExpressible(
-            "the model has MTP layers, which predict further tokens and have no part in a reward model; such models can't become one yet"
-        )
-
-
 def refuse_taught(config: ModelConfig) -> None:
     """Raise NotExpressible for a model that can't learn from a teacher."""
     if config.family == RETRO:

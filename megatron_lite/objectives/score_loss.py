@@ -10,11 +10,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megaconv.model.config import ModelConfig
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
-from megatron_lite.models.purposes import refuse_scored_pairs
 from megatron_lite.objectives.paired_rows import PairCriterion, counted_once
 from megatron_lite.parallel.payload import Payload
 
@@ -32,9 +30,6 @@ class ScoreLoss(PairCriterion):
     """
 
     figures = FIGURES
-
-    def check(self, config: ModelConfig) -> None:
-        refuse_scored_pairs(config)
 
     center: float = 0.0
     """Coefficient of the squared sum of a pair's scores."""

@@ -10,8 +10,9 @@ from megaconv.model.fields import changed
 
 SCORED: Mapping[str, Any] = {
     "head.labels": 1, "head.labels_bias": False, "head.of_tokens": False, "tie_embeddings": False,
+    "mtp_layers": 0,
 }  # fmt: skip
-"""Fields of a model with a head that gives a text one score."""
+"""Fields of a model with a head that gives a text one score. Without a head for words, no layer predicts further tokens."""
 
 
 def scored(config: ModelConfig, place: str) -> ModelConfig:

@@ -18,7 +18,6 @@ from megatron_lite.models.lora.targets import check_targets
 from megatron_lite.models.lora.whole import beside_layers
 from megatron_lite.models.purposes import (
     check_teacher,
-    refuse_scored_pairs,
     refuse_scores,
     refuse_taught,
     refuse_whole,
@@ -213,7 +212,6 @@ def _model(settings: Settings) -> ModelConfig:
     refuse_whole(config, load)
     if settings.rewards.reward_modeling:
         config = scored(config, load)
-        refuse_scored_pairs(config)
     else:
         refuse_scores(config, load)
     try:

@@ -27,7 +27,7 @@ from megatron_lite.objectives.score_head import with_score_head
 from megatron_lite.objectives.scored_pairs import ScoredPairs
 from megatron_lite.settings.config import Settings
 from tests.megatron_oracle import Megatron
-from tests.trainer.loop.launches import LLAMA, metrics, train
+from tests.trainer.loop.launches import DEEPSEEK, LLAMA, metrics, train
 from tests.trainer.loop.test_manners import refused
 from tests.trainer.loop.test_runs import kill_and_resume
 
@@ -364,3 +364,16 @@ def test_flags_that_contradict_each_other_are_refused(
     assert words in refused(
         tmp_path, f"pretrain {model} --finetune-data pairs.jsonl --train-iters 2 {flags}"
     )
+
+
+def test_a_model_with_mtp_layers_becomes_a_reward_model_without_them(tmp_path: Path) -> None:
+    write_pairs(tmp_path)
+    model = f"{DEEPSEEK} --make-vocab-size-divisible-by 1"
+    train(tmp_path, 1, f"pretrain {model} --train-iters 2 --save words")
+    log = train(tmp_path, 1, f"{WORDS} --load words --save rm --train-iters 2").log(0)
+    assert re.search(r"new: score\.weight; left out of words: .*mtp\.", log), log
+    megaconv.convert(tmp_path / "rm", tmp_path / "hf", saver="hf")
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described["architectures"] == ["DeepseekV3ForSequenceClassification"]
+    assert described["num_nextn_predict_layers"] == 0
+    assert len(set(scores_of_transformers(tmp_path / "hf", [[7, 2, 3], [8, 2, 5, 6]]))) == 2

@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megaconv.checkpoint import open_checkpoint
-from megaconv.errors import NotExpressible
-from megaconv.model.fields import changed
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.inference.weights import hugging_face_tensors
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.score_loss import ScoreLoss
+from megatron_lite.objectives.scored_model import scored
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.rank.report import StepReport
 from megatron_lite.settings.options import LoRA, ModelOptions, OptimizerOptions, Recompute
+from tests.trainer.parallel import small
 from tests.trainer.parallel.compared_steps import (
     require_as_alone,
     require_figures,
@@ -240,7 +240,8 @@ def assert_as_alone(case: Case, place: Path, world: World) -> None:
     require_as_alone(world.run(case.world, train, case, place), (expected, weights))
 
 
-def test_a_model_that_predicts_further_tokens_is_refused() -> None:
-    config = open_checkpoint(FIXTURES / "peft-llama-all-linear" / "base").config
-    with pytest.raises(NotExpressible, match="has MTP layers, which predict further tokens"):
-        ScoreLoss().check(changed(config, {"mtp_layers": 1}))
+@pytest.mark.parametrize("model", ["further tokens", "further tokens, tied"])
+def test_a_reward_model_has_no_mtp_layers(model: str) -> None:
+    made = scored(small.MODELS[model], "place")
+    assert (small.MODELS[model].mtp_layers, made.mtp_layers) == (2, 0)
+    assert scored(made, "place") is made
