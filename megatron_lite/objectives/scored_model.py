@@ -1,18 +1,19 @@
 """The model that reward modeling trains: a decoder whose head gives a text one score."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import NotExpressible
+from megaconv.families import family
 from megaconv.families.parts.scores import SEQUENCE, classes_with_scores
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 
 SCORED: Mapping[str, Any] = {
     "head.labels": 1, "head.labels_bias": False, "head.of_tokens": False, "tie_embeddings": False,
-    "mtp_layers": 0,
 }  # fmt: skip
-"""Fields of a model with a head that gives a text one score. Without a head for words, no layer predicts further tokens."""
+"""Fields of a model with a head that gives a text one score."""
 
 
 def scored(config: ModelConfig, place: str) -> ModelConfig:
@@ -29,7 +30,22 @@ def scored(config: ModelConfig, place: str) -> ModelConfig:
             f"{place}: transformers has no {SEQUENCE} with a head of scores for the family {config.family}, so that no software "
             "could load a reward model of it; docs/reward-models.md lists the families"
         )
-    return changed(config, SCORED)
+    return changed(_without_mtp(config), SCORED)
+
+
+def _without_mtp(config: ModelConfig) -> ModelConfig:
+    """Return the configuration without layers that predict further tokens, which need a head for words."""
+    if not config.mtp_layers:
+        return config
+    made = changed(config, {"mtp_layers": 0})
+    if config.hf is None:
+        return made
+    # Otherwise config.json keeps its number: files may have fewer layers than it lists.
+    own = family(config.family)
+    before, after = own.write_hf(config), own.write_hf(made)
+    counts = {name: value for name, value in after.items() if before.get(name) != value}
+    kept = {name: value for name, value in config.hf.items() if own.aliases.get(name) not in counts}
+    return replace(made, hf={**kept, **counts})
 
 
 def _require_one_score(config: ModelConfig, place: str) -> None:
