@@ -57,7 +57,7 @@ class Saver:
     deltas: Deltas | None = None
     """Keeps older checkpoints as patches; None keeps them full."""
     best: int | None = None
-    """The iteration that is kept as the best one, however old; None: there is none."""
+    """The iteration that is kept as the best one, however old; None: the one that an earlier run has recorded, if any."""
     _copies: Copies = field(default_factory=Copies, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _failure: BaseException | None = field(default=None, init=False)
@@ -219,7 +219,20 @@ class Saver:
         assert self.keep_last is not None
         ordered = sorted(older)
         first_kept = max(0, len(ordered) + 1 - self.keep_last)
-        return [number for number in ordered[:first_kept] if number != self.best]
+        best = self.recorded_best() if self.best is None else self.best
+        return [number for number in ordered[:first_kept] if number != best]
+
+    def recorded_best(self) -> int | None:
+        """Return the best iteration that a run has recorded; None if there is none."""
+        try:
+            word = self._get(BEST)
+        except OSError:
+            return None
+        return int(word) if word.isdigit() else None
+
+    def _get(self, name: str) -> bytes:
+        """Return the content of a small file. Raises FileNotFoundError."""
+        return (self.root / name).read_bytes()
 
     def _barrier(self) -> None:
         if self.group is not None:

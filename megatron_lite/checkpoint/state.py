@@ -6,7 +6,6 @@ The restricted reader of torch files reads them, so a checkpoint from elsewhere 
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,9 @@ class Progress:
     """TrainingData.identity() of the run that saved the checkpoint."""
     best_iteration: int | None = None
     """The iteration with the lowest validation loss; None before the first evaluation."""
-    best_loss: float = inf
+    best_loss: float | None = None
+    best_by: str | None = None
+    """The objective and the data of these evaluations, as a hash (loop/best.py)."""
     evaluations_since_best: int = 0
 
     @property

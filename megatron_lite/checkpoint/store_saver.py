@@ -143,6 +143,13 @@ class StoreSaver(Saver):
     def _complete(self, file: SentFile) -> None:
         self.store.complete(file.upload, file.parts, file.whole, only=None)
 
+    def _get(self, name: str) -> bytes:
+        """See Saver._get."""
+        found = self.store.get(f"{self.prefix}/{name}")
+        if found is None:
+            raise FileNotFoundError(name)
+        return found.content
+
     def _put(self, name: str, content: bytes) -> None:
         """See Saver._put."""
         self.store.put(f"{self.prefix}/{name}", content)

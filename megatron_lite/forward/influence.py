@@ -5,15 +5,16 @@ a block    the angle between the input of its first layer and the output of its 
            and as a mean over tokens (arXiv:2403.17887)
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import pi
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from formats.errors import CorruptCheckpoint
 from megatron_lite.engine import Engine
 from megatron_lite.forward.walk import walk
 from megatron_lite.models.batch import Microbatch
@@ -30,9 +31,9 @@ class Influence:
     tokens: int
 
     @property
-    def least_block(self) -> int:
-        """The first layer of the block that changes least."""
-        return min(range(len(self.blocks)), key=self.blocks.__getitem__)
+    def by_block(self) -> list[int]:
+        """The first layers of blocks, that of the least change first."""
+        return sorted(range(len(self.blocks)), key=self.blocks.__getitem__)
 
     def least_layers(self, count: int) -> list[int]:
         """Return the layers that change least, in their order."""
@@ -41,7 +42,10 @@ class Influence:
 
 
 def measure(engine: Engine, passes: Sequence[Microbatch], block: int) -> Influence:
-    """Compute all layers of a decoder in one process. block: number of layers of a block."""
+    """Compute all layers of a decoder in one process. block: number of layers of a block.
+
+    Raises CorruptCheckpoint for values that are not finite.
+    """
     count = engine.config.layer_count
     layers = torch.zeros(count, dtype=torch.float64)
     blocks = torch.zeros(count + 1 - block, dtype=torch.float64)
@@ -55,9 +59,14 @@ def measure(engine: Engine, passes: Sequence[Microbatch], block: int) -> Influen
             for layer, state in zip(range(count), states, strict=False):
                 cosines = _cosines(inputs[-1], state.hidden, counts)
                 layers[layer] += float((1 - cosines).sum())
+                if not math.isfinite(layers[layer]):
+                    raise CorruptCheckpoint(
+                        f"layer {layer} computes NaN or infinite values, so layers can't be ranked; `megaconv inspect --stats` "
+                        "shows the tensors that have some"
+                    )
                 if len(inputs) == block:
                     cosines = _cosines(inputs[0], state.hidden, counts)
-                    blocks[layer + 1 - block] += float(torch.arccos(cosines).sum()) / pi
+                    blocks[layer + 1 - block] += float(torch.arccos(cosines).sum()) / math.pi
                 inputs.append(state.hidden)
     return Influence((layers / tokens).tolist(), (blocks / tokens).tolist(), tokens)
 

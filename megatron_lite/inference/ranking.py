@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 from formats.wording import counted
 from megaconv.commands.forward_pass import MAX_MEMORY
-from megaconv.engine.chosen_layers import require_choosable
-from megaconv.errors import NotExpressible, UsageError
-from megaconv.families import has_text_only
+from megaconv.engine.chosen_layers import require_choosable, with_layers
+from megaconv.errors import CheckpointError, NotExpressible, UsageError
+from megaconv.families import family, has_text_only
 from megaconv.model.config import ModelConfig
+from megaconv.model.ir import OpenedSource
 from megaconv.options.values import byte_size
 from megaconv.terminal import show
 from megatron_lite.data.finetuning.chat import read_template
@@ -31,19 +33,10 @@ class Ranking:
     place: str
     """The model, for commands."""
     influence: Influence
-    left_out: int
-    """Number of layers to leave out."""
-
-    @property
-    def block(self) -> range:
-        """The block of layers that changes least."""
-        first = self.influence.least_block
-        return range(first, first + self.left_out)
-
-    @property
-    def single(self) -> list[int]:
-        """The layers that change least, each by itself."""
-        return self.influence.least_layers(self.left_out)
+    block: range
+    """The consecutive layers of the least change that can be left out."""
+    single: Sequence[int]
+    """The layers of the least change, each by itself; empty if no model remains without them."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result for programs."""
@@ -53,43 +46,57 @@ class Ranking:
                 {"layer": number, "change": change}
                 for number, change in enumerate(self.influence.layers)
             ],
-            "leave_out": self.left_out,
+            "leave_out": len(self.block),
             "block": {
                 "first": self.block[0],
                 "last": self.block[-1],
-                "change": self.influence.blocks[self.block[0]],
+                "degrees": self._degrees,
                 "layers": self._kept(self.block),
             },
-            "single": {"left_out": self.single, "layers": self._kept(self.single)},
+            "single": {"left_out": list(self.single), "layers": self._kept(self.single)}
+            if self.single
+            else None,
         }
+
+    @property
+    def _degrees(self) -> float:
+        """The angle between the input and the output of the block."""
+        return 180 * self.influence.blocks[self.block[0]]
 
     def lines(self) -> Iterator[str]:
         """Yield the result as lines."""
-        influence = self.influence
+        influence, count = self.influence, len(self.block)
         yield "layer  change"
         for number, change in enumerate(influence.layers):
             yield f"{number:5}  {change:.4f}"
         yield f"change: 1 - the cosine between input and output, the mean of {counted(influence.tokens, 'token')}"
         first, last = self.block[0], self.block[-1]
         named = f"layer {first}" if first == last else f"layers {first} to {last}"
-        angle = influence.blocks[first]
-        yield f"the {counted(self.left_out, 'consecutive layer')} of the least change: {named} (an angle of {180 * angle:.1f} degrees)"
+        yield (
+            f"the {counted(count, 'consecutive layer')} of the least change: {named} (an angle of {self._degrees:.1f} degrees)"
+        )
         yield f"  {self._command(self.block)}"
-        if list(self.block) != self.single:
+        if self.single and list(self.block) != list(self.single):
             listed = ", ".join(map(str, self.single))
-            yield f"the {counted(self.left_out, 'single layer')} of the least change: {listed}"
+            yield f"the {counted(count, 'single layer')} of the least change: {listed}"
             yield f"  {self._command(self.single)}"
 
     def _command(self, left_out: Sequence[int]) -> str:
         path = Path(self.place)
         part = " --text-only" if path.is_dir() and has_text_only(path) else ""
         layers = self._kept(left_out)
-        return f"megaconv convert {self.place} pruned --saver hf{part} --layers {layers}"
+        return (
+            f"megaconv convert {shlex.quote(self.place)} pruned --saver hf{part} --layers {layers}"
+        )
 
     def _kept(self, left_out: Sequence[int]) -> str:
         """Return the layers that stay, as --layers takes them."""
-        kept = [number for number in range(len(self.influence.layers)) if number not in left_out]
-        return ranges(kept)
+        return ranges(kept_layers(len(self.influence.layers), left_out))
+
+
+def kept_layers(count: int, left_out: Sequence[int]) -> list[int]:
+    """Return the numbers of the layers that stay. count: of all layers."""
+    return [number for number in range(count) if number not in left_out]
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -106,7 +113,12 @@ def ranges(numbers: Sequence[int]) -> str:
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
 
+    if (given.tp, given.pp, given.ep) != (1, 1, 1):
+        raise UsageError("rank-layers computes in one process; leave --tp, --pp and --ep out")
+
     def work(parallel: Parallel, place: launch.Place) -> None:
+        if place.world > 1:
+            raise UsageError("rank-layers computes in one process; start it without torchrun")
         opened = open_engine(given, parallel, place)
         _show(_ranked(given, opened), as_json=given.json)
 
@@ -141,7 +153,35 @@ def _ranked(given: argparse.Namespace, opened: OpenedEngine) -> Ranking:
     itemsize = opened.engine.dtype.itemsize
     together = rows_together(config, longest, itemsize, limit, kept)
     passes = [each.to(opened.engine.grid.device) for each in batches(config, rows, together)]
-    return Ranking(given.load, measure(opened.engine, passes, left_out), left_out)
+    influence = measure(opened.engine, passes, left_out)
+    return _proposed(given.load, opened, influence, left_out)
+
+
+def _proposed(place: str, opened: OpenedEngine, influence: Influence, left_out: int) -> Ranking:
+    """Choose layers without which a model remains. Raises NotExpressible if there are none."""
+    source = OpenedSource(opened.start.header, opened.start.tensors)
+
+    def refusal(layers: Sequence[int]) -> CheckpointError | None:
+        """Return the reason why these layers can't be left out."""
+        kept = kept_layers(opened.config.layer_count, layers)
+        try:
+            config = with_layers(source, kept, place).header.config
+            family(config.family).write_hf(config)
+        except CheckpointError as error:
+            return error
+        return None
+
+    blocks = [range(first, first + left_out) for first in influence.by_block]
+    reasons: list[CheckpointError] = []
+    for block in blocks:
+        reason = refusal(block)
+        if reason is None:
+            single = influence.least_layers(left_out)
+            return Ranking(place, influence, block, [] if refusal(single) else single)
+        reasons.append(reason)
+    raise NotExpressible(
+        f"no {counted(left_out, 'consecutive layer')} can be left out: {reasons[0]}"
+    )
 
 
 def _left_out(asked: int | None, config: ModelConfig) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from megatron_lite.data.tokenizer import has_chat_template
 from megatron_lite.loop import curve
 from megatron_lite.loop.answers import Question, answer, question
+from megatron_lite.loop.best import kept_best
 from megatron_lite.loop.run import Run
 from megatron_lite.objectives.image_feeder import multimodal_model
 
@@ -61,19 +62,21 @@ def next_commands(run: Run) -> Iterator[str]:
     saving = run.settings.checkpointing
     if saving.save is None:
         return
+    saved = kept_best(run) or saving.save
     yield "next:"
     talks = not run.config.has("scores")
     if run.settings.lora.wanted:
         model = f"{saving.save}-merged"
         if talks:
-            yield _talk(run, f"--load {saving.load} --adapter {saving.save}")
-        yield f"  merge     megaconv merge {saving.load} {saving.save} --save-dir {model}"
+            yield _talk(run, f"--load {saving.load} --adapter {saved}")
+        yield f"  merge     megaconv merge {saving.load} {saved} --save-dir {model}"
     else:
-        model = saving.save
+        model = saved
         if talks:
             yield _talk(run, f"--load {model}")
         whole = multimodal_model(run.settings)
         base = "" if whole is None else f" --base {whole}"
-        yield f"  convert   megaconv convert {model} {model}-hf --saver hf{base}"
-        model = model if whole is None else f"{model}-hf"
+        converted = f"{saving.save}-hf"
+        yield f"  convert   megaconv convert {model} {converted} --saver hf{base}"
+        model = converted if whole is not None or saved != saving.save else model
     yield f"  publish   megaconv push {model} USER/NAME"

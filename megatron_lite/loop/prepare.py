@@ -28,13 +28,13 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.loop import plot
+from megatron_lite.loop.best import require_evaluations, with_comparable_best
 from megatron_lite.loop.introduction import introduce
 from megatron_lite.loop.length import check_length, sample_counts, samples_left_out, total_samples
 from megatron_lite.loop.log import Meter, Sink, flops_per_token, open_sinks
 from megatron_lite.loop.memory_fit import check_fits
 from megatron_lite.loop.run import Run
 from megatron_lite.loop.savable import check_savable
-from megatron_lite.loop.saving import with_kept_best
 from megatron_lite.loop.schedule import make_schedule
 from megatron_lite.loop.stop import Stop
 from megatron_lite.loop.tokenizer import make_tokenizer
@@ -110,10 +110,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     feeder = basis.objective.feeder(engine, basis.start, data, setup)
     datasets = _load(basis, engine, datasets, feeder, setup)
     saver = _saver(basis, setup)
-    _require_evaluations(settings, datasets[1])
-    progress = basis.progress
-    if saver is not None and settings.checkpointing.keep_best:
-        progress = with_kept_best(progress, saver, place.node)
+    require_evaluations(settings, datasets[1], samples // sizes.batch.full)
+    progress = with_comparable_best(basis.progress, settings, saver, place.node)
     identity = all_or_none(lambda: data.identity(setup))
     run = Run(
         settings=settings,
@@ -310,21 +308,6 @@ def _sinks(settings: Settings, place: Place) -> list[Sink]:
     for subject in subjects():
         plain |= vars(getattr(settings, subject))
     return open_sinks(settings.logging, plain)
-
-
-def _require_evaluations(settings: Settings, dataset: Dataset | None) -> None:
-    """Raise UsageError for a flag that compares evaluations, if there are none. dataset: for evaluation."""
-    asked = {
-        "--keep-best": settings.checkpointing.keep_best,
-        "--early-stopping-patience": settings.training.early_stopping_patience,
-    }
-    if dataset is not None and settings.training.eval_iters:
-        return
-    for flag in (flag for flag, value in asked.items() if value):
-        raise UsageError(
-            f"{flag} compares evaluations, and there are none: give their data (--valid-finetune-data, --valid-data-path or --split), "
-            "and --eval-iters above 0"
-        )
 
 
 def _saver(basis: Basis, setup: Setup) -> Saver | None:

@@ -3,7 +3,6 @@
 import shutil
 import time
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import torch
@@ -15,13 +14,10 @@ from megatron_lite.checkpoint import amax
 from megatron_lite.checkpoint.adapter_runs import adapter_snapshot
 from megatron_lite.checkpoint.rank_state import rank_snapshot
 from megatron_lite.checkpoint.same_run import stated_objective
-from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.snapshot import Snapshot, dist_snapshot
 from megatron_lite.checkpoint.state import Progress, common_state
 from megatron_lite.loop.run import Run
-from megatron_lite.parallel.comm import Group
 from megatron_lite.processes.failure import all_or_none
-from megatron_lite.processes.node import once_a_node
 
 
 def check_space(run: Run) -> None:
@@ -75,14 +71,6 @@ def save(run: Run) -> None:
     ways = " (being written while training goes on)" if saving.async_save else ""
     run.say(f"step {iteration:>6} | saved to {where} in {seconds:.2f} s{ways}")
     run.meter.restart()
-
-
-def with_kept_best(progress: Progress, saver: Saver, node: Group) -> Progress:
-    """Return the progress of a continued run without its best iteration, if that is not kept in --save. Collective."""
-    best = progress.best_iteration
-    if best is None or once_a_node(lambda: saver.holds(best), node):
-        return progress
-    return replace(progress, best_iteration=None, best_loss=inf, evaluations_since_best=0)
 
 
 def _take(run: Run, progress: Progress) -> Snapshot:

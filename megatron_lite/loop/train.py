@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from formats import rank_files
 from formats.stores.addresses import is_store
 from formats.wording import counted
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.batches import prefetch
 from megatron_lite.data.samples import Dataset
 from megatron_lite.loop import plot
+from megatron_lite.loop.best import compares, note_evaluation, patience_is_over, say_best
 from megatron_lite.loop.garbage import Garbage
 from megatron_lite.loop.guide import Guide
 from megatron_lite.loop.length import remaining_steps
@@ -55,6 +55,9 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
     heartbeat = run.place.heartbeat
     started = time.monotonic()
     steps = list(remaining_steps(run.settings, run.sizes, run.progress))
+    why = patience_is_over(run)
+    if why is not None:
+        return why
     if steps:
         check_space(run)
     elif run.settings.training.epochs != 0:
@@ -87,9 +90,9 @@ def _all_steps(run: Run, garbage: Garbage, profile: Profile) -> str | None:
             return why
         _evaluate_when_due(run, garbage)
         _end_epoch_when_due(run, garbage)
-        patience = run.settings.training.early_stopping_patience
-        if patience is not None and run.progress.evaluations_since_best >= patience:
-            return f"--early-stopping-patience {patience}"
+        why = patience_is_over(run)
+        if why is not None:
+            return why
         interval = run.settings.training.exit_interval
         if interval is not None and iteration % interval == 0:
             return f"--exit-interval {interval}"
@@ -256,7 +259,9 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     if dataset is None or not iters:
         return
     is_validation = what == "validation"
-    first = run.progress.consumed_valid_samples if is_validation else 0
+    # Evaluations that are compared with each other read the same samples.
+    goes_on = is_validation and not compares(run.settings)
+    first = run.progress.consumed_valid_samples if goes_on else 0
     totals = _totals(run, dataset, first, iters)
     step = run.progress.iteration
     if is_validation:
@@ -268,7 +273,7 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     loss = means.pop("loss")
     if is_validation:
         run.evaluations.append((step, loss))
-        _compare_with_best(run, loss)
+        note_evaluation(run, loss)
     perplexity = ""
     if run.objective.perplexity:
         perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
@@ -279,16 +284,6 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
         figures[f"{what}_{name}"] = value
     _write(run, figures)
     run.meter.restart()
-
-
-def _compare_with_best(run: Run, loss: float) -> None:
-    """Note whether an evaluation has the lowest validation loss so far. All ranks have the same loss."""
-    progress = run.progress
-    since = progress.evaluations_since_best + 1
-    if loss < progress.best_loss:
-        since = 0
-        progress = replace(progress, best_iteration=progress.iteration, best_loss=loss)
-    run.progress = replace(progress, evaluations_since_best=since)
 
 
 def _write(run: Run, figures: Mapping[str, float]) -> None:
@@ -360,18 +355,9 @@ def _finish(run: Run, why: str | None) -> None:
         evaluate(run, run.datasets[2], "test")
     else:
         run.say(f"step {run.progress.iteration:>6} | ending as asked by {why}")
-    _say_best(run)
+    say_best(run)
     run.engine.finish()
     if run.settings.logging.plot and run.place.rank == 0 and run.losses:
         plot.draw(Path(run.settings.logging.plot), run.losses, run.evaluations)
     for sink in run.sinks:
         sink.close()
-
-
-def _say_best(run: Run) -> None:
-    saving, progress = run.settings.checkpointing, run.progress
-    if saving.keep_best and progress.best_iteration is not None:
-        name = rank_files.iteration_directory(progress.best_iteration)
-        run.say(
-            f"lowest validation loss: {progress.best_loss:.5f}, after step {progress.best_iteration}, kept as {saving.save}/{name}"
-        )

@@ -194,7 +194,7 @@ class ExampleData(TrainingData):
             if pieces is not None:
                 yield from remarks(pieces, setup.sizes.seq, noun, what)
         if self.train.good is not None:
-            yield from _balance(self.train.good, setup.settings.kto)
+            yield from balance(self.train.good, setup.settings.kto)
         if setup.settings.data.show_sample:
             yield from preview(dataset[0], setup.tokenizer)
 
@@ -237,16 +237,23 @@ BALANCED = (1.0, 1.33)
 """The advised weight of all good answers divided by that of all bad ones, in KTO's paper and TRL."""
 
 
-def _balance(good: NDArray[np.bool_], kto: Kto) -> Iterator[str]:
+def balance(good: NDArray[np.bool_], kto: Kto) -> Iterator[str]:
     """Yield a line if good answers together count much more or less than bad ones."""
     goods, bads = int(good.sum()), int((~good).sum())
-    weight_of_bads = kto.kto_undesirable_weight * bads
-    if not goods or not weight_of_bads:
+    if not goods or not bads:
+        word = "good" if goods else "bad"
+        yield f"notice: all answers are {word}; KTO learns from the difference between good and bad ones"
         return
-    share = kto.kto_desirable_weight * goods / weight_of_bads
+    weight_of_goods, weight_of_bads = (
+        kto.kto_desirable_weight * goods,
+        kto.kto_undesirable_weight * bads,
+    )
+    if not weight_of_goods or not weight_of_bads:
+        return
+    share = weight_of_goods / weight_of_bads
     low, high = BALANCED
     if not low <= share <= high:
-        advised = kto.kto_desirable_weight * goods / bads
+        advised = weight_of_goods / bads
         yield (
             f"notice: good answers together count {share:.3g} times as much as bad ones; the authors of KTO advise {low:g} to {high:g}, "
             f"such as --kto-undesirable-weight {advised:.3g}"

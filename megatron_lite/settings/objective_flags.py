@@ -96,6 +96,10 @@ def _ratings(settings: Settings) -> Judged:
             f"{flag_name(name)} {value:g} must be 0 or more, and finite",
         )
     yield (
+        not kto.kto_desirable_weight and not kto.kto_undesirable_weight,
+        "--kto-desirable-weight and --kto-undesirable-weight are both 0, so that nothing is learned; give one of them a value",
+    )
+    yield (
         settings.data.finetune_form is not None,
         "--finetune-form names a form of examples; rated answers have their own, so leave it out",
     )

@@ -1,7 +1,7 @@
 """All examples as tokens in memory, with a mark on learned tokens."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron_lite.data.finetuning.image_chat import (
 )
 from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.finetuning.pairs import MARGIN, Pair, read_margin, read_pair
-from megatron_lite.data.finetuning.rated import read_rated, with_other_answers
+from megatron_lite.data.finetuning.rated import is_pair, read_rated, with_other_answers
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.images.files import read_image
@@ -186,7 +186,7 @@ class _Encoder:
         if self._options.pairs:
             return self._encode_pair(record, directory)
         if self._options.rated:
-            return [Illustrated(answer) for answer in self._encode_rated(record)]
+            return self._encode_rated(record, directory)
         if self._options.images is not None:
             return [self._encode_illustrated(record, self._options.images, directory)]
         return [Illustrated(self._encode(record))]
@@ -259,19 +259,22 @@ class _Encoder:
             )
         return answers
 
-    def _encode_rated(self, record: Record) -> Iterator[Encoded]:
-        """Yield the rated answers of a record: one, or the two of a pair."""
+    def _encode_rated(self, record: Record, directory: Path) -> list[Illustrated]:
+        """Return the rated answers of a record: one, or the two of a pair, which are good and bad."""
         if isinstance(record.content, str):
             raise BadRecord(
                 "is plain text; rated answers are records with a question and an answer"
             )
         fields = read_fields(record.content)
+        if is_pair(fields):
+            answers = self._encode_pair(record, directory)
+            self.good += [True, False] if answers else []
+            return answers
         rated = read_rated(fields)
         self.unread.update(rated.unread)
-        for answer, is_good in rated.answers:
-            _refuse_images_of_rated(answer, fields)
-            self.good.append(is_good)
-            yield self._example(answer)
+        _refuse_images_of_rated(rated.answer, fields)
+        self.good.append(rated.is_good)
+        return [Illustrated(self._example(rated.answer))]
 
     def _note_unread(self, pair: Pair) -> None:
         """Count the fields of a pair that are not read."""

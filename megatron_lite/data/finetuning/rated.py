@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat, Plain, listed, read_record
-from megatron_lite.data.finetuning.pairs import ANSWERS, read_pair, with_answer
+from megatron_lite.data.finetuning.pairs import ANSWERS, with_answer
 
 LABEL = "label"
 """The field with the rating."""
@@ -26,26 +26,27 @@ _OWN_ANSWER = "completion"
 
 
 class Rated(NamedTuple):
-    """The answers of a record with their ratings."""
+    """A question with a rated answer."""
 
-    answers: Sequence[tuple[Chat | Plain, bool]]
-    """(question with its answer, True if it is good)."""
+    answer: Chat | Plain
+    is_good: bool
     unread: frozenset[str]
     """Fields that are not content."""
 
 
 def read_rated(record: Mapping[str, Any]) -> Rated:
-    """Read an answer with its rating, or a pair. Raises BadRecord with the field's name for any other record."""
+    """Read an answer with its rating. Raises BadRecord with the field's name for any other record."""
     there = {name: value for name, value in record.items() if value is not None}
-    if any(name in there for name in ANSWERS):
-        pair = read_pair(there)
-        good, bad = (_with_question(answer) for answer in (pair.chosen, pair.rejected))
-        return Rated([(good, True), (bad, False)], pair.unread)
     is_good = _rating(there)
     has_own_answer = _OWN_ANSWER in there
     reading = read_record(with_answer(there, _OWN_ANSWER) if has_own_answer else there)
     answer = _with_question(_with_last_answer(reading.example))
-    return Rated([(answer, is_good)], reading.unread - {LABEL})
+    return Rated(answer, is_good, reading.unread - {LABEL})
+
+
+def is_pair(record: Mapping[str, Any]) -> bool:
+    """Return whether a record is a pair, or a part of one."""
+    return any(record.get(name) is not None for name in ANSWERS)
 
 
 def _rating(record: Mapping[str, Any]) -> bool:
@@ -68,6 +69,8 @@ def _with_last_answer(example: Chat | Plain) -> Chat | Plain:
         raise BadRecord(
             "its last message is not the assistant's: that one is the answer that is rated"
         )
+    if len(messages) == 1:
+        raise BadRecord("has an answer without a question; its messages are one")
     return replace(example, given=len(messages) - 1)
 
 

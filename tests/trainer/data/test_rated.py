@@ -67,6 +67,20 @@ def test_a_pair_is_a_good_and_a_bad_answer(tmp_path: Path) -> None:
     assert examples.good.tolist() == [True, False, False]
 
 
+def test_pairs_are_read_as_dpo_reads_them(tmp_path: Path) -> None:
+    """Their common beginning is the question, and equal answers are left out."""
+    records = [
+        {"chosen": "7 3 4", "rejected": "7 3 5"},
+        {"prompt": "8", "chosen": "2", "rejected": "2"},
+        {"prompt": "9", "completion": "6", "label": 1},
+    ]
+    examples = read(tmp_path, records)
+    assert own(examples) == [("7 3", f"4 {EOD}"), ("7 3", f"5 {EOD}"), ("9", f"6 {EOD}")]
+    assert examples.equal == 1
+    assert examples.good is not None
+    assert examples.good.tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("marks", [True, False])
 def test_of_a_chat_only_the_last_answer_is_rated(tmp_path: Path, marks: bool) -> None:
     template = MARKED["chatml"]
@@ -107,7 +121,7 @@ def test_of_a_chat_only_the_last_answer_is_rated(tmp_path: Path, marks: bool) ->
         ({"prompt": "1", "completion": "2", "label": "good"}, "its \"label\" has to be true or false, found 'good'"),
         ({"prompt": "", "completion": "2", "label": True}, "has an answer without a question"),
         ({"text": "2", "label": True}, "has an answer without a question"),
-        ({"chosen": "1 2", "rejected": "1 3"}, "has an answer without a question"),
+        ({"messages": [assistant("1")], "label": True}, "has an answer without a question"),
         ({"prompt": "1", "chosen": "2"}, 'but no "rejected"'),
         ({"messages": [user("1")], "label": True}, "its last message is not the assistant's"),
         ({"prompt": "1", "completion": "2", "label": True, "text": "3"}, '"text", which would be left out'),

@@ -1,13 +1,21 @@
 """`megatron-lite rank-layers`: the change by each layer is that of transformers' states, and layers without effect are found."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import megaconv
 from megatron_lite.inference.ranking import ranges
@@ -105,7 +113,7 @@ def test_changes_are_those_of_transformers_states(
     first = min(range(len(angles)), key=angles.__getitem__)
     assert found["block"]["first"] == first
     assert found["block"]["last"] == first + 2
-    assert found["block"]["change"] == pytest.approx(angles[first], abs=1e-4)
+    assert found["block"]["degrees"] == pytest.approx(180 * angles[first], abs=0.02)
 
 
 def test_layers_without_effect_are_left_out_and_the_model_stays_the_same(
@@ -158,6 +166,58 @@ def test_wrong_numbers_are_refused(
 ) -> None:
     assert run("rank-layers", model, "--data", texts, *words.split()) == 2
     assert message in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_refused(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "nan")
+    file = tmp_path / "nan" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    assert run("rank-layers", tmp_path / "nan", "--data", texts) != 0
+    assert "layer 1 computes NaN or infinite values" in capsys.readouterr().err
+
+
+def test_a_name_with_a_blank_is_quoted(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(model, tmp_path / "my model")
+    assert run("rank-layers", tmp_path / "my model", "--data", texts) == 0
+    assert f"megaconv convert '{tmp_path}/my model' pruned" in capsys.readouterr().out
+
+
+def test_layouts_are_refused(model: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rank-layers", model, "--data", texts, "--tp", 2) == 2
+    assert "rank-layers computes in one process; leave --tp" in capsys.readouterr().err
+
+
+def test_only_layers_without_which_a_model_remains_are_proposed(
+    tmp_path: Path, texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a Bamba, a mixer and its MLP are two layers, which follow each other by turns."""
+    directory = save_tokenizer(tmp_path / "bamba", MARKED["chatml"])
+    small = BambaConfig(
+        vocab_size=420, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1, mamba_expand=2, attn_layer_indices=[1, 3],
+        max_position_embeddings=256,
+    )  # fmt: skip
+    BambaForCausalLM(small).save_pretrained(directory)
+    for count in (1, 2, 3):
+        words = ("rank-layers", directory, "--data", texts, "--leave-out", count, "--json")
+        status = run(*words)
+        shown = capsys.readouterr()
+        if status:
+            assert count % 2
+            assert "no" in shown.err
+            continue
+        found = json.loads(shown.out)
+        for place, proposal in (("block", found["block"]), ("single", found["single"])):
+            if proposal is not None:
+                megaconv.convert(
+                    directory, tmp_path / f"{count}-{place}", saver="hf", layers=proposal["layers"]
+                )
 
 
 def test_ranges_are_those_that_layers_takes() -> None:

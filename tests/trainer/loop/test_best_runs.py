@@ -43,15 +43,19 @@ def recorded(directory: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "flags", ["", "--lora-rank 4 --lora-targets all-linear", "--async-save --ckpt-format torch"]
+    ("flags", "steps"),
+    [("", 8), ("--lora-rank 8 --lr 6e-2", 20), ("--async-save --ckpt-format torch", 8)],
 )
-def test_the_best_checkpoint_is_kept_beside_the_last(flags: str, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_last(
+    flags: str, steps: int, tmp_path: Path
+) -> None:
     write_texts(tmp_path)
-    log = train(tmp_path, 1, f"{WORDS} {flags} --train-iters 8 --keep-best --keep-last 1").log(0)
+    command = f"{WORDS} {flags} --train-iters {steps} --keep-best --keep-last 1"
+    log = train(tmp_path, 1, command).log(0)
     losses = validation(tmp_path)
     best = best_of(losses)
-    assert 1 < best < 8, losses
-    assert iterations(tmp_path) == [best, 8]
+    assert 1 < best < steps, losses
+    assert iterations(tmp_path) == [best, steps]
     assert recorded(tmp_path) == best
     assert (
         f"lowest validation loss: {min(losses):.5f}, after step {best}, kept as ckpt/iter_{best:07}"
@@ -89,6 +93,47 @@ def test_a_best_checkpoint_that_is_not_in_the_directory_is_not_compared_with(
     assert iterations(tmp_path) == [7]
 
 
+def test_all_evaluations_read_the_same_samples(tmp_path: Path) -> None:
+    """Five samples fill one batch and a part of another."""
+    write_texts(tmp_path)
+    long = [{"prompt": f"{n}", "completion": " ".join(["3"] * 11 + [str(n)])} for n in range(5)]
+    (tmp_path / "other.jsonl").write_text("\n".join(map(json.dumps, long)))
+    command = WORDS.replace("--lr 3e-2", "--lr 0")
+    train(tmp_path, 1, f"{command} --train-iters 4 --keep-best --keep-last 1")
+    assert len(set(validation(tmp_path))) == 1
+    assert recorded(tmp_path) == 1
+    assert iterations(tmp_path) == [1, 4]
+
+
+def test_a_run_without_the_flag_keeps_the_recorded_checkpoint(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    command = f"{WORDS} --keep-last 1"
+    train(tmp_path, 1, f"{command} --train-iters 8 --keep-best")
+    best = recorded(tmp_path)
+    train(tmp_path, 1, f"{command} --train-iters 9 --resume")
+    assert iterations(tmp_path) == [best, 9]
+    log = train(tmp_path, 1, f"{command} --train-iters 10 --resume --keep-best").log(0)
+    assert f"after step {best}, kept" in log
+    assert iterations(tmp_path) == [best, 10]
+
+
+@pytest.mark.parametrize(
+    "change", ["--valid-finetune-data learned.jsonl", "--dpo --dpo-loss simpo"]
+)
+def test_another_validation_loss_is_not_compared_with(change: str, tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    train(tmp_path, 1, f"{WORDS} --train-iters 6 --keep-best --keep-last 1")
+    assert recorded(tmp_path) < 6
+    words = f"{WORDS} --train-iters 7 --keep-best --keep-last 1 --resume {change}"
+    if "--dpo" in change:
+        pairs = [{"prompt": f"{n} 2", "chosen": "3", "rejected": f"{n}"} for n in range(7, 15)]
+        for name in ("learned", "other"):
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    log = train(tmp_path, 1, words).log(0)
+    assert "after step 7, kept" in log
+    assert recorded(tmp_path) == 7
+
+
 def test_a_run_ends_after_evaluations_without_a_lower_loss(tmp_path: Path) -> None:
     for name in ("whole", "same"):
         write_texts(tmp_path / name)
@@ -98,10 +143,27 @@ def test_a_run_ends_after_evaluations_without_a_lower_loss(tmp_path: Path) -> No
     losses = validation(tmp_path / "whole")
     best = best_of(losses)
     assert len(losses) == best + 2
-    assert iterations(tmp_path / "whole")[-2:] == [best, best + 2]
+    kept = iterations(tmp_path / "whole")
+    assert kept[-2:] == [best, best + 2]
     train(tmp_path / "same", 1, f"{command} --exit-interval {best + 1}")
-    train(tmp_path / "same", 1, f"{command} --resume")
+    for _ in range(2):  # the second restart has nothing to do
+        again = train(tmp_path / "same", 1, f"{command} --resume").log(0)
+        assert "ending as asked by --early-stopping-patience 2" in again
     assert validation(tmp_path / "same") == losses
+    assert iterations(tmp_path / "same")[-3:] == [best, best + 1, best + 2]
+
+
+def test_the_next_commands_name_the_best_checkpoint(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    words = WORDS.replace(f"--load {BASE}", f"{BASE} learned.jsonl").replace(
+        "--finetune-data learned.jsonl ", ""
+    )
+    log = train(tmp_path, 1, f"{words} --train-iters 8 --keep-best").log(0)
+    best = f"ckpt/iter_{recorded(tmp_path):07}"
+    assert f"megaconv convert {best} ckpt-hf --saver hf" in log
+    assert f"megatron-lite generate --load {best} 'PROMPT'" in log
+    megaconv.convert(tmp_path / best, tmp_path / "hf", saver="hf")
+    assert (tmp_path / "hf" / "config.json").is_file()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +173,10 @@ def test_a_run_ends_after_evaluations_without_a_lower_loss(tmp_path: Path) -> No
         ("--keep-best --save ckpt --save-delta 2", "so there is nothing to do for --keep-best"),
         ("--keep-best --save ckpt", "--keep-best compares evaluations, and there are none"),
         ("--early-stopping-patience 2", "--early-stopping-patience compares evaluations"),
+        (
+            "--keep-best --save ckpt --split 8,2,0 --eval-interval 1000",
+            "--eval-interval 1000 is more than the run's 2 steps",
+        ),
         ("--early-stopping-patience 0", "--early-stopping-patience 0 must be 1 or more"),
     ],
 )

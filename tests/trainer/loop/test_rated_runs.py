@@ -4,9 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import megaconv
+from megatron_lite.objectives.examples import balance
+from megatron_lite.settings.learning import Kto
 from tests.trainer.loop.launches import LLAMA, metrics, train
 from tests.trainer.loop.test_manners import refused
 
@@ -71,6 +74,26 @@ def test_a_run_says_what_it_learns_and_goes_on_to_the_same_bits(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize(
+    ("good", "weights", "words"),
+    [
+        ((1, 1, 0, 0), (1.0, 1.0), ""),
+        ((1, 1, 1, 0), (1.0, 1.0), "count 3 times as much as bad ones"),
+        ((1, 0, 0, 0), (1.0, 1.0), "such as --kto-undesirable-weight 0.333"),
+        ((1, 1, 1, 1), (1.0, 1.0), "all answers are good"),
+        ((0, 0), (0.0, 1.0), "all answers are bad"),
+        ((1, 1, 1, 0), (0.0, 1.0), ""),
+    ],
+)
+def test_weights_that_are_far_from_balanced_are_mentioned(
+    good: tuple[int, ...], weights: tuple[float, float], words: str
+) -> None:
+    kto = Kto(kto_desirable_weight=weights[0], kto_undesirable_weight=weights[1])
+    lines = list(balance(np.array(good, bool), kto))
+    assert len(lines) == bool(words)
+    assert words in "".join(lines)
+
+
 def test_adapters_learn_from_rated_answers_at_another_layout(tmp_path: Path) -> None:
     for name, size, layout in (
         ("alone", 1, ""),
@@ -95,6 +118,7 @@ def test_adapters_learn_from_rated_answers_at_another_layout(tmp_path: Path) -> 
         (f"--kto --load {BASE} --kto-beta 0", "--kto-beta 0 must be more than 0"),
         (f"--kto --load {BASE} --kto-desirable-weight -1", "--kto-desirable-weight -1 must be 0 or more"),
         (f"--kto --load {BASE} --finetune-form text", "--finetune-form names a form of examples"),
+        (f"--kto --load {BASE} --kto-desirable-weight 0 --kto-undesirable-weight 0", "are both 0, so that nothing is learned"),
         ("--kto --load ckpt --save ckpt", "--kto: --load is the reference model and has to stay as it is"),
     ],
 )  # fmt: skip
