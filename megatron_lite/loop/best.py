@@ -105,10 +105,10 @@ def patience_is_over(run: Run) -> str | None:
 
 def kept_best(run: Run) -> str | None:
     """Return the path of the checkpoint that --keep-best keeps; None if there is none."""
-    saving, best = run.settings.checkpointing, run.progress.best_iteration
-    if not saving.keep_best or best is None:
+    saving = run.settings.checkpointing
+    if not saving.keep_best or run.progress.best_iteration is None:
         return None
-    return f"{saving.save}/{rank_files.iteration_directory(best)}"
+    return f"{saving.save}/{rank_files.iteration_directory(run.progress.best_iteration)}"
 
 
 def say_best(run: Run) -> None:
