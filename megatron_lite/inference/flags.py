@@ -230,6 +230,38 @@ def add_images(parser: Parser) -> None:
     )
 
 
+def add_samples(group: argparse._ArgumentGroup, *, samples: int, seq_length: int = 512) -> None:
+    """Add the flags of data that a model only reads. samples, seq_length: the defaults."""
+    group.add_argument(
+        "--data",
+        required=True,
+        nargs="+",
+        type=local_word,
+        metavar="PATH",
+        help="chats or texts as `finetune` reads them, or the prefix of an indexed dataset",
+    )
+    group.add_argument(
+        "--chat-template",
+        type=local_word,
+        metavar="FILE",
+        help="chat template for chats (the tokenizer's own)",
+    )
+    group.add_argument(
+        "--samples",
+        type=int,
+        default=samples,
+        metavar="N",
+        help=f"the most samples ({samples})",
+    )
+    group.add_argument(
+        "--seq-length",
+        type=int,
+        default=seq_length,
+        metavar="N",
+        help=f"the most tokens of a sample ({seq_length})",
+    )
+
+
 def add_streaming(parser: Parser) -> None:
     """Add the flags of a model that is not held in memory."""
     parser.add_argument(

@@ -1,9 +1,8 @@
 """Flags of `megatron-lite calibrate`."""
 
 from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, command, make_parser
+from megatron_lite.inference.flags import Parser, add_samples, command, make_parser
 
-SAMPLES = SEQ_LENGTH = 512
 EXAMPLES = """  megatron-lite calibrate Llama-2-7b --data chats.jsonl --output amax.safetensors
   megatron-lite calibrate ckpt --data corpus_text_document --samples 256 --seq-length 2048 --awq --output amax.safetensors
   megaconv convert Llama-2-7b out --saver hf --quantize fp8 --calibration amax.safetensors
@@ -20,7 +19,9 @@ def parser() -> Parser:
         quantizes=False,
         adapts=False,
     )
-    add = made.add_argument_group("calibration").add_argument
+    group = made.add_argument_group("calibration")
+    add_samples(group, samples=512)
+    add = group.add_argument
     add(
         "--adapter",
         action="append",
@@ -30,39 +31,11 @@ def parser() -> Parser:
         help="adapter to merge into the weights first, as `megaconv merge` does; may be repeated",
     )
     add(
-        "--data",
-        required=True,
-        nargs="+",
-        type=local_word,
-        metavar="PATH",
-        help="chats or texts as `finetune` reads them, or the prefix of an indexed dataset",
-    )
-    add(
-        "--chat-template",
-        type=local_word,
-        metavar="FILE",
-        help="chat template for chats (the tokenizer's own)",
-    )
-    add(
         "--output",
         required=True,
         type=local_word,
         metavar="FILE",
         help="the statistics, as safetensors",
-    )
-    add(
-        "--samples",
-        type=int,
-        default=SAMPLES,
-        metavar="N",
-        help=f"the most samples ({SAMPLES})",
-    )
-    add(
-        "--seq-length",
-        type=int,
-        default=SEQ_LENGTH,
-        metavar="N",
-        help=f"the most tokens of a sample ({SEQ_LENGTH})",
     )
     add(
         "--awq",

@@ -1,9 +1,7 @@
 """Flags of `megatron-lite rank-layers`."""
 
-from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, command, make_parser
+from megatron_lite.inference.flags import Parser, add_samples, command, make_parser
 
-SAMPLES, SEQ_LENGTH = 16, 512
 EXAMPLES = """  megatron-lite rank-layers Mistral-7B --data chats.jsonl --leave-out 8
   megatron-lite rank-layers ckpt --data corpus_text_document --samples 32 --dtype bf16 --json
   megaconv convert Mistral-7B pruned --saver hf --layers 0-20,29-31"""
@@ -20,40 +18,14 @@ def parser() -> Parser:
         adapts=False,
     )
     made.set_defaults(stream_weights=True)
-    add = made.add_argument_group("measurement").add_argument
-    add(
-        "--data",
-        required=True,
-        nargs="+",
-        type=local_word,
-        metavar="PATH",
-        help="chats or texts as `finetune` reads them, or the prefix of an indexed dataset",
-    )
-    add(
-        "--chat-template",
-        type=local_word,
-        metavar="FILE",
-        help="chat template for chats (the tokenizer's own)",
-    )
+    group = made.add_argument_group("measurement")
+    add_samples(group, samples=16)
+    add = group.add_argument
     add(
         "--leave-out",
         type=int,
         metavar="N",
         help="layers to leave out (a quarter of all)",
-    )
-    add(
-        "--samples",
-        type=int,
-        default=SAMPLES,
-        metavar="N",
-        help=f"the most samples ({SAMPLES})",
-    )
-    add(
-        "--seq-length",
-        type=int,
-        default=SEQ_LENGTH,
-        metavar="N",
-        help=f"the most tokens of a sample ({SEQ_LENGTH})",
     )
     add(
         "--max-memory",

@@ -214,7 +214,6 @@ def test_the_short_form_continues_no_run_with_another_teacher(
         (f"--teacher-load {TEACHER} --image-encoder x --finetune-data y", "--image-encoder is for the images of chats"),
         (f"--teacher-load {RETRO}", "is a Retro, which reads neighbors of its text; choose another teacher"),
         (f"--teacher-load {JETMOE}", f"{JETMOE}: a jetmoe is converted, but can't be trained yet"),
-        (f"--teacher-load {TEACHER} --mtp-num-layers 1", "can't be learned from a teacher yet"),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(
