@@ -11,26 +11,21 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
-from megatron_lite.objectives.dropout import without_dropout
+from megatron_lite.objectives.compared import Compared
 from megatron_lite.objectives.examples import ExampleData, read_examples_of
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_feeder import image_reader, with_encoder
-from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pair_loss import FIGURES, REFERENCE, PairLoss, Preference
 from megatron_lite.objectives.reference import with_reference
-from megatron_lite.objectives.training_data import Say, Setup, TrainingData
+from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import WITHOUT_REFERENCE
-from megatron_lite.settings.options import ModelOptions
 
 
-class Pairs(Objective):
+class Pairs(Compared):
     """The two answers of a pair are two rows. Their log-probabilities are compared with a reference model's."""
 
     rows = 2
-    perplexity: ClassVar = False
-    learning_rate: ClassVar = 1e-6
-    adapter_learning_rate: ClassVar = 1e-5
     data_words: ClassVar = " on pairs"
 
     @classmethod
@@ -40,13 +35,6 @@ class Pairs(Objective):
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
         return read_examples_of(settings, tokenizer, pairs=True, images=image_reader(settings))
-
-    def options(self, options: ModelOptions, say: Say) -> ModelOptions:
-        """Return the options without the model's dropout, because its log-probabilities are compared with the reference's.
-
-        Adapters keep their dropout.
-        """
-        return without_dropout(options, say, "answers are compared with the reference's")
 
     def criterion(self, settings: Settings) -> Criterion:
         dpo = settings.dpo

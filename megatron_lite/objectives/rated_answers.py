@@ -15,25 +15,20 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.moving import moved
-from megatron_lite.objectives.dropout import without_dropout
+from megatron_lite.objectives.compared import Compared
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.pair_loss import REFERENCE
 from megatron_lite.objectives.rated_loss import DIVERGENCE, GOOD, RatedLoss, Rating
 from megatron_lite.objectives.reference import with_reference
-from megatron_lite.objectives.training_data import Say, Setup, TrainingData
+from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.parallel import comm
 from megatron_lite.settings.config import Settings
-from megatron_lite.settings.options import ModelOptions
 
 
-class RatedAnswers(Objective):
+class RatedAnswers(Compared):
     """A sample is an answer with a rating. Its question with another answer only estimates the divergence."""
 
-    perplexity: ClassVar = False
-    learning_rate: ClassVar = 1e-6
-    adapter_learning_rate: ClassVar = 1e-5
     data_words: ClassVar = " on rated answers"
 
     @classmethod
@@ -43,10 +38,6 @@ class RatedAnswers(Objective):
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
         return read_examples_of(settings, tokenizer, rated=True)
-
-    def options(self, options: ModelOptions, say: Say) -> ModelOptions:
-        """Return the options without the model's dropout. Adapters keep their dropout."""
-        return without_dropout(options, say, "answers are compared with the reference's")
 
     def criterion(self, settings: Settings) -> Criterion:
         kto = settings.kto
