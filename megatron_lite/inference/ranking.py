@@ -71,10 +71,11 @@ class Ranking:
             yield f"{number:5}  {change:.4f}"
         yield f"change: 1 - the cosine between input and output, the mean of {counted(influence.tokens, 'token')}"
         first, last = self.block[0], self.block[-1]
-        named = f"layer {first}" if first == last else f"layers {first} to {last}"
-        yield (
-            f"the {counted(count, 'consecutive layer')} of the least change: {named} (an angle of {self._degrees:.1f} degrees)"
-        )
+        named = f"layers {first} to {last}"
+        what = f"{count} consecutive layers"
+        if count == 1:
+            what, named = "layer", str(first)
+        yield f"the {what} of the least change: {named} (an angle of {self._degrees:.1f} degrees)"
         yield f"  {self._command(self.block)}"
         if self.single and list(self.block) != list(self.single):
             listed = ", ".join(map(str, self.single))

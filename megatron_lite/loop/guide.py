@@ -47,7 +47,8 @@ class Guide:
         self.run.say(f"  prompt    {spelled(asked.prompt)!r}")
         self.run.say(f"  learned   {spelled(asked.expected)!r}")
         self.run.say(f"  before    {spelled(self.before)!r}")
-        self.run.say(f"  after     {spelled(after)!r}")
+        label = "after" if kept_best(self.run) is None else "last step"
+        self.run.say(f"  {label:<9} {spelled(after)!r}")
 
 
 def _talk(run: Run, loading: str) -> str:

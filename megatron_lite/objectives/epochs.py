@@ -59,5 +59,5 @@ def evaluations(
     if "eval_interval" not in settings.given:
         epoch = samples_of(1)
         found["eval_interval"] = max(1, min(-(-epoch // batch), training.eval_interval))
-        say(f"--eval-interval {found['eval_interval']}: an evaluation each epoch, or more often")
+        say(f"--eval-interval {found['eval_interval']}: about once an epoch, or more often")
     return found

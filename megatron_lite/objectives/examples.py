@@ -236,6 +236,9 @@ def _own_tokens(examples: Examples, records: Records) -> NDArray[np.bool_]:
 BALANCED = (1.0, 1.33)
 """The advised weight of all good answers divided by that of all bad ones, in KTO's paper and TRL."""
 
+MIDDLE = 1.15
+"""A value between them, which rounding doesn't leave."""
+
 
 def balance(good: NDArray[np.bool_], kto: Kto) -> Iterator[str]:
     """Yield a line if good answers together count much more or less than bad ones."""
@@ -253,7 +256,7 @@ def balance(good: NDArray[np.bool_], kto: Kto) -> Iterator[str]:
     share = weight_of_goods / weight_of_bads
     low, high = BALANCED
     if not low <= share <= high:
-        advised = weight_of_goods / bads
+        advised = weight_of_goods / bads / MIDDLE
         yield (
             f"notice: good answers together count {share:.3g} times as much as bad ones; the authors of KTO advise {low:g} to {high:g}, "
             f"such as --kto-undesirable-weight {advised:.3g}"
@@ -298,6 +301,12 @@ def remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
     if examples.unread:
         quoted = [f'"{name}"' for name in sorted(examples.unread)]
         yield f"fields that are not read{what}: {', '.join(quoted)}"
+    if examples.ratings:
+        records = counted(examples.ratings, "record")
+        yield (
+            f'warning: {records}{what} with a "label" of true or false, which is not read: bad answers are learned like good ones; '
+            "--kto learns from ratings"
+        )
     if examples.plain_chats:
         number = f"{examples.plain_chats:,}"
         yield f"{number} instructions{what} are written out: the tokenizer has no chat template"

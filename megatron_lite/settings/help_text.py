@@ -49,6 +49,8 @@ training:
 output:
   --save DIRECTORY              checkpoints; with --resume the same command continues after a stop
   --save-interval N             steps between checkpoints (default: at the end only)
+  --valid-finetune-data FILE    examples for evaluations; --eval-interval N sets the steps between them
+  --keep-best, --keep-last N    keep the checkpoint with the lowest validation loss, and the last ones
   --metrics-file PATH, --tensorboard-dir PATH, --wandb-project NAME
 settings in files:
   --recipe NAME                 settings for a common model; `megatron-lite recipes` lists them

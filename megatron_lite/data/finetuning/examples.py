@@ -28,7 +28,7 @@ from megatron_lite.data.finetuning.image_chat import (
 )
 from megatron_lite.data.finetuning.image_texts import ImageTexts
 from megatron_lite.data.finetuning.pairs import MARGIN, Pair, read_margin, read_pair
-from megatron_lite.data.finetuning.rated import is_pair, read_rated, with_other_answers
+from megatron_lite.data.finetuning.rated import LABEL, is_pair, read_rated, with_other_answers
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.images.files import read_image
@@ -76,6 +76,8 @@ class Examples:
     """Number of instructions written as plain text, because the tokenizer has no chat template."""
     equal: int = 0
     """Number of pairs left out because both answers are the same."""
+    ratings: int = 0
+    """Number of records with a rating that is not read."""
     margins: NDArray[np.float64] | None = None
     """[pairs], 0 for a pair without a margin; None if no pair has one, or if margins are not read."""
     good: NDArray[np.bool_] | None = None
@@ -137,6 +139,7 @@ def read_examples(
         encoder.unread,
         encoder.plain_chats // (2 if options.pairs else 1),
         encoder.equal,
+        encoder.ratings,
         _filled(encoder.margins),
         np.array(encoder.good, bool) if options.rated else None,
         None if options.images is None else Images.of(options.images, images),
@@ -172,7 +175,7 @@ class _Encoder:
         self._tokenizer, self._eod, self._options = tokenizer, eod, options
         self._template: ChatTemplate | None = None
         self.unread: Counter[str] = Counter()
-        self.plain_chats = self.equal = 0
+        self.plain_chats = self.equal = self.ratings = 0
         self.margins: list[float | None] = []
         """The margins of the pairs that are not left out."""
         self.good: list[bool] = []
@@ -198,6 +201,7 @@ class _Encoder:
         reading = read_record(fields, self._options.finetune_form)
         _refuse_images(reading.example, fields)
         self.unread.update(reading.unread)
+        self.ratings += isinstance(fields.get(LABEL), bool)
         return self._example(reading.example)
 
     def _encode_illustrated(

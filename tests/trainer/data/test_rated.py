@@ -10,10 +10,11 @@ import pytest
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.pair_dataset import PairDataset
-from megatron_lite.data.finetuning.pieces import rated_for
+from megatron_lite.data.finetuning.pieces import pieces_for, rated_for
 from megatron_lite.data.finetuning.preview import preview
 from megatron_lite.data.finetuning.splits import split_datasets
 from megatron_lite.data.tokenizer import NullTokenizer, Tokenizer, TokenizerOptions, build_tokenizer
+from megatron_lite.objectives.examples import remarks
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer, without_marks
 from tests.trainer.data.test_pairs import assistant, spelled, user
 
@@ -183,3 +184,17 @@ def test_a_random_file_pairs_each_question_with_an_answer_to_another_one(tmp_pat
     questions = {f"{record['completion']} {EOD}": record["prompt"] for record in records}
     for question, answer in others(read(tmp_path, records)):
         assert questions[answer] != question
+
+
+def test_ratings_that_finetuning_does_not_read_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "rated.jsonl"
+    records = [
+        {"prompt": "1", "completion": "2", "label": False},
+        {"prompt": "1", "completion": "2", "label": "a word"},
+        {"prompt": "1", "completion": "2"},
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    examples = read_examples([str(path)], NUMBERS)
+    assert examples.ratings == 1
+    lines = list(remarks(pieces_for(examples, 8), 8, "example", ""))
+    assert any("--kto learns from ratings" in line for line in lines)
