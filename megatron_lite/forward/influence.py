@@ -1,4 +1,4 @@
-"""How much layers change their input: the measures by which layers are left out of a model.
+"""Measures of the change that layers make to their input. Layers of the least change can be left out of a model.
 
 a layer    1 - the cosine between its input and its output, as a mean over tokens (ShortGPT, arXiv:2403.03853)
 a block    the angle between the input of its first layer and the output of its last one, as a share of a half turn

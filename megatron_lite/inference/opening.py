@@ -98,10 +98,8 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bo
 
     lasting: only rank 0 reacts to signals, because launchers and terminals send signals to all ranks.
     """
-    parallel = parallel_of(given)
-    place: launch.Place | None = None
-    try:
-        place = launch.start(parallel)
+
+    def work(parallel: Parallel, place: launch.Place) -> None:
         opened = open_model(given, parallel, place)
         if place.rank:
             for number in (signal.SIGTERM, signal.SIGINT) if lasting else ():
@@ -110,18 +108,16 @@ def run(given: argparse.Namespace, use: Callable[[Opened], None], *, lasting: bo
         else:
             use(opened)
             opened.model.close()
-        launch.end(place)
-    except KeyboardInterrupt:
-        launch.leave(130)
-    except BrokenPipeError:  # the reader of the output closed the pipe
-        launch.leave(0)
-    except Exception as error:
-        launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
+
+    run_on_ranks(given, work)
 
 
 def run_on_ranks(given: argparse.Namespace, work: Callable[[Parallel, launch.Place], None]) -> None:
     """Call `work` on every rank. On an error the process ends."""
-    parallel = parallel_of(given)
+    parallel = Parallel(
+        tensor_model_parallel_size=given.tp, pipeline_model_parallel_size=given.pp, expert_model_parallel_size=given.ep,
+        distributed_backend=given.distributed_backend, distributed_timeout_minutes=given.distributed_timeout_minutes,
+    )  # fmt: skip
     place: launch.Place | None = None
     try:
         place = launch.start(parallel)
@@ -129,16 +125,10 @@ def run_on_ranks(given: argparse.Namespace, work: Callable[[Parallel, launch.Pla
         launch.end(place)
     except KeyboardInterrupt:
         launch.leave(130)
+    except BrokenPipeError:  # the reader of the output closed the pipe
+        launch.leave(0)
     except Exception as error:
         launch.leave(report(error, f"rank {launch.rank()}", place.store if place else None))
-
-
-def parallel_of(given: argparse.Namespace) -> Parallel:
-    """Return the settings of the flags for the layout."""
-    return Parallel(
-        tensor_model_parallel_size=given.tp, pipeline_model_parallel_size=given.pp, expert_model_parallel_size=given.ep,
-        distributed_backend=given.distributed_backend, distributed_timeout_minutes=given.distributed_timeout_minutes,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -65,22 +65,23 @@ class Ranking:
 
     def lines(self) -> Iterator[str]:
         """Yield the result as lines."""
-        influence, count = self.influence, len(self.block)
         yield "layer  change"
-        for number, change in enumerate(influence.layers):
+        for number, change in enumerate(self.influence.layers):
             yield f"{number:5}  {change:.4f}"
-        yield f"change: 1 - the cosine between input and output, the mean of {counted(influence.tokens, 'token')}"
-        first, last = self.block[0], self.block[-1]
-        named = f"layers {first} to {last}"
-        what = f"{count} consecutive layers"
-        if count == 1:
-            what, named = "layer", str(first)
-        yield f"the {what} of the least change: {named} (an angle of {self._degrees:.1f} degrees)"
+        tokens = counted(self.influence.tokens, "token")
+        yield f"change: 1 - the cosine between input and output, the mean of {tokens}"
+        yield f"the {self._named_block()} (an angle of {self._degrees:.1f} degrees)"
         yield f"  {self._command(self.block)}"
         if self.single and list(self.block) != list(self.single):
             listed = ", ".join(map(str, self.single))
-            yield f"the {counted(count, 'single layer')} of the least change: {listed}"
+            yield f"the {len(self.single)} single layers of the least change: {listed}"
             yield f"  {self._command(self.single)}"
+
+    def _named_block(self) -> str:
+        if len(self.block) == 1:
+            return f"layer of the least change: {self.block[0]}"
+        numbers = f"layers {self.block[0]} to {self.block[-1]}"
+        return f"{len(self.block)} consecutive layers of the least change: {numbers}"
 
     def _command(self, left_out: Sequence[int]) -> str:
         path = Path(self.place)

@@ -213,6 +213,7 @@ class _Encoder:
         fields = read_fields(record.content)
         reading = read_record(fields, self._options.finetune_form)
         self.unread.update(reading.unread - set(IMAGES))
+        self.ratings += isinstance(fields.get(LABEL), bool)
         if isinstance(reading.example, Plain):
             _refuse_listed_images(fields)
             return without_images(self._plain(reading.example), reader.token)

@@ -38,9 +38,10 @@ def read_rated(record: Mapping[str, Any]) -> Rated:
     """Read an answer with its rating. Raises BadRecord with the field's name for any other record."""
     there = {name: value for name, value in record.items() if value is not None}
     is_good = _rating(there)
-    has_own_answer = _OWN_ANSWER in there
-    reading = read_record(with_answer(there, _OWN_ANSWER) if has_own_answer else there)
-    answer = _with_question(_with_last_answer(reading.example))
+    own = there.get(_OWN_ANSWER)
+    reading = read_record(there if own is None else with_answer(there, _OWN_ANSWER))
+    turns = len(own) if isinstance(own, list) else 1
+    answer = _with_question(_with_answer_of(reading.example, turns))
     return Rated(answer, is_good, reading.unread - {LABEL})
 
 
@@ -60,8 +61,11 @@ def _rating(record: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
-def _with_last_answer(example: Chat | Plain) -> Chat | Plain:
-    """Return the example, of whose messages only the last one is learned. Raises BadRecord if that is no answer."""
+def _with_answer_of(example: Chat | Plain, turns: int) -> Chat | Plain:
+    """Return the example, of whose messages only the last ones are the answer. Raises BadRecord if they are no answer.
+
+    turns: number of the answer's messages.
+    """
     if isinstance(example, Plain):
         return example
     messages = example.messages
@@ -69,9 +73,9 @@ def _with_last_answer(example: Chat | Plain) -> Chat | Plain:
         raise BadRecord(
             "its last message is not the assistant's: that one is the answer that is rated"
         )
-    if len(messages) == 1:
-        raise BadRecord("has an answer without a question; its messages are one")
-    return replace(example, given=len(messages) - 1)
+    if len(messages) == turns:
+        raise BadRecord("has an answer without a question")
+    return replace(example, given=len(messages) - turns)
 
 
 def _with_question(example: Chat | Plain) -> Chat | Plain:

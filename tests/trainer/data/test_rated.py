@@ -115,6 +115,20 @@ def test_of_a_chat_only_the_last_answer_is_rated(tmp_path: Path, marks: bool) ->
     assert others(examples, tokenizer)[0][0] == first[0]
 
 
+def test_all_messages_of_a_completion_are_rated(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, MARKED["chatml"])
+    tokenizer = build_tokenizer(TokenizerOptions("HuggingFaceTokenizer", str(tmp_path)))
+    answer = [assistant("hello"), user("more"), assistant("yes")]
+    records = [
+        {"prompt": [user("hi")], "completion": answer, "label": True},
+        {"messages": [user("hi"), *answer], "label": True},
+        {"messages": [user("other"), assistant("no")], "label": False},
+    ]
+    whole, last, _ = own(read(tmp_path, records, tokenizer), tokenizer)
+    assert ("hello" in whole[1], "yes" in whole[1]) == (True, True)
+    assert ("hello" in last[1], "yes" in last[1]) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
