@@ -109,12 +109,12 @@ def head_elements(run: Run) -> float:
     found = of_head + (3 * width * run.tokens if transforms else 0.0)
     # A recomputed layer keeps its tokens' embedding. Its other input is that of the head before it.
     of_mtp_layer = width * run.tokens if recomputes_mtp(run) else mtp_layer_elements(run)
-    return found + config.mtp_layers * (of_head + of_mtp_layer)
+    return found + run.mtp_layers * (of_head + of_mtp_layer)
 
 
 def recomputes_mtp(run: Run) -> bool:
     """Return whether layers that predict further tokens are computed again. `block` counts each of them alone."""
-    return run.config.mtp_layers > 0 and run.recompute.granularity == "full"
+    return run.mtp_layers > 0 and run.recompute.granularity == "full"
 
 
 def mtp_layer_elements(run: Run) -> float:

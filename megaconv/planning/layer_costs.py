@@ -141,11 +141,12 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
     """
     config = run.config
     columns = run.logit_columns
-    heads = 1 + config.mtp_layers
+    mtp = run.mtp_layers
+    heads = 1 + mtp
     operations = 2 * run.tokens * config.hidden * columns * heads
     logits = run.tokens * columns * LOGIT_BYTES
     further = Cost()
-    if config.mtp_layers:
+    if mtp:
         costs = [layer_cost(run, kind, share, machine) for kind, share in inside]
         further = Cost(*(sum(values) for values in zip(*costs, strict=True)))
     traffic = (
@@ -153,7 +154,6 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
         if config.has("scores")
         else there_and_back(run, run.tokens * heads, config.hidden)
     )
-    mtp = config.mtp_layers
     passes = (3 if run.trains_head else machine.passes) + run.head_again
     # Half of the elementwise work belongs to the forward pass.
     moves = 6 + 3 * run.head_again

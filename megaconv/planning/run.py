@@ -93,6 +93,9 @@ class Run:
     adapters: tuple[tuple[LayerKind, LayerAdapters], ...] = ()
     """The adapters of a layer of each kind; kinds without adapters may be missing."""
 
+    rests_mtp: bool = False
+    """True if MTP layers are not computed, because the loss is that of the next token alone."""
+
     head_again: bool = False
     """True if each pass computes the head once more before, without gradients, as losses of pairs do."""
 
@@ -102,6 +105,11 @@ class Run:
     def adapters_of(self, kind: LayerKind) -> LayerAdapters:
         """Return the adapters of a layer of this kind."""
         return dict(self.adapters).get(kind, NO_ADAPTERS)
+
+    @property
+    def mtp_layers(self) -> int:
+        """The number of MTP layers that a pass computes."""
+        return 0 if self.rests_mtp else self.config.mtp_layers
 
     @property
     def head_is_frozen(self) -> bool:

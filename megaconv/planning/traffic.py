@@ -47,7 +47,7 @@ def _own_losses(run: Run) -> int:
     """Return the number of losses of the model's own head."""
     if run.config.has("scores"):
         return 5  # with the scores of chosen and rejected answers, their margin and the accuracy
-    return 2 if run.config.head.binary else 1 + run.config.mtp_layers
+    return 2 if run.config.head.binary else 1 + run.mtp_layers
 
 
 def _end(chunk: Chunk) -> int:
@@ -118,7 +118,7 @@ def of_head(run: Run) -> Iterator[Counted]:
     if run.config.has("scores"):
         yield from of_scores(run)
         return
-    for _ in range(1 + run.config.mtp_layers):
+    for _ in range(1 + run.mtp_layers):
         yield from there_and_back(run, run.tokens, run.config.hidden)
         # The loss gathers each rank's maximum, sum of exponentials and label's logit (megatron_lite/models/loss.py).
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
@@ -126,7 +126,7 @@ def of_head(run: Run) -> Iterator[Counted]:
         if run.sequence:
             yield "tp", "all_gather", run.tokens * run.config.hidden * run.itemsize
         yield "tp", "all_gather", 3 * FLOAT32 * run.tokens * run.layout.tp
-    for _ in range(run.config.mtp_layers):
+    for _ in range(run.mtp_layers):
         yield from _of_mtp_layer(run)
     if run.config.head.binary and run.sequence:
         # The pooler broadcasts the first token of each sequence, and sums its gradient.

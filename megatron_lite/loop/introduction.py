@@ -94,7 +94,7 @@ def _introduce_evaluations(run: Run) -> None:
         return
     for dataset, what in zip(run.datasets[1:], ("validation", "test"), strict=True):
         if dataset is None:
-            run.say(f"no data for {what}: none will be made")
+            run.say(f"no {what} data: this run measures no {what} loss")
 
 
 def _point_out(run: Run, start: Start) -> None:

@@ -15,6 +15,7 @@ from megaconv.errors import UsageError
 from megaconv.families import family
 from megaconv.json_text import json_text
 from megaconv.model.config import ModelConfig
+from megaconv.model.fields import changed
 from megaconv.model.predicting import kind_of_layer, predicting_kinds
 from megaconv.model.table import canonical_shapes
 from megaconv.planning.mixers import in_layer
@@ -29,12 +30,16 @@ def flops_per_token(
     *,
     frozen: bool = False,
     trains_head: bool = False,
+    trains_mtp: bool = True,
 ) -> float:
     """Return the operations per token, forward and backward.
 
     frozen: weights have no gradients (4 N instead of 6 N); adapters are not counted. trains_head: except the head.
+    trains_mtp: False if MTP layers are not computed.
     decoder_seq: for T5. Each token of the encoder then includes the decoder's share.
     """
+    if not trains_mtp:
+        config = changed(config, {"mtp_layers": 0})
     if config.encoder.layers:
         return _of_two_stacks(config, seq, decoder_seq)
     if config.has("retriever"):

@@ -246,6 +246,7 @@ def _meter(basis: Basis, setup: Setup) -> Meter:
         sizes.decoder_seq,
         frozen=adapters is not None,
         trains_head=adapters is not None and HEAD in adapters.options.whole,
+        trains_mtp=basis.objective.criterion(settings).trains_mtp,
     )
     return Meter(flops, place.world, peak, total_samples(settings, sizes, basis.progress))
 

@@ -47,7 +47,7 @@ def with_reference(
     if unknown:
         load(engine, reference)
     for name in unknown:
-        known[name] = values = _measured(engine, pairs[name], feeder, setup)
+        known[name] = values = _measured(engine, name, pairs[name], feeder, setup)
         cache.write(name, values)
     if start is not reference or not unknown:
         load(engine, start)
@@ -105,8 +105,8 @@ class _Cache:
             dist.broadcast_object_list(answer, 0)
         values, why = answer[0]
         if values is not None:
-            pairs = counted(len(drawn), _noun(dataset))
-            self.setup.say(f"the reference's log-probabilities of {pairs}: taken from {path}")
+            subject = _subject(which, dataset)
+            self.setup.say(f"{subject}: taken from {path}")
         elif why is not None:
             self.setup.say(f"{path}: {why}; the reference's log-probabilities are computed anew")
         return values
@@ -149,12 +149,17 @@ def _fingerprints(place: str, pairs: Sequence[PairDataset]) -> tuple[str, str | 
     return weights, reference_cache.encoder_of(directory, of_model)
 
 
-def _noun(dataset: PairDataset) -> str:
-    return "pair" if dataset.pieces.good is None else "rated answer"
+def _subject(which: str, dataset: PairDataset) -> str:
+    """Return the beginning of a line about the values of a dataset. which: one of NAMES."""
+    noun = "pair" if dataset.pieces.good is None else "rated answer"
+    pairs = counted(len(np.unique(dataset.order)), noun)
+    return f"the reference's log-probabilities of {pairs} for {which}"
 
 
-def _measured(engine: Engine, dataset: PairDataset, feeder: Feeder, setup: Setup) -> Values:
-    """Return the log-probabilities of the pairs that are drawn.
+def _measured(
+    engine: Engine, which: str, dataset: PairDataset, feeder: Feeder, setup: Setup
+) -> Values:
+    """Return the log-probabilities of the pairs that are drawn. which: one of NAMES.
 
     It computes step by step, with as many pairs as a training step.
     """
@@ -182,7 +187,6 @@ def _measured(engine: Engine, dataset: PairDataset, feeder: Feeder, setup: Setup
         in_order = np.swapaxes(sums, 0, 1).reshape(-1, 2)
         numbers = order[consumed : consumed + size]
         found[numbers] = in_order
-    pairs = counted(len(drawn), _noun(dataset))
     seconds = time.monotonic() - started
-    setup.say(f"the reference's log-probabilities of {pairs}: {seconds:.1f} s")
+    setup.say(f"{_subject(which, dataset)}: {seconds:.1f} s")
     return found

@@ -205,7 +205,7 @@ class Planned:
         if self.described.work.measured_once:
             yield (
                 "before the first step, the reference's log-probabilities take "
-                f"{self.reference_seconds:.2f} s for each step's {'answers' if self.described.work.rows == 1 else 'pairs'}"
+                f"{self.reference_seconds:.2f} s for each step's {'rated answers' if self.described.work.rows == 1 else 'pairs'}"
             )
 
     def _memory_lines(self) -> Iterator[str]:

@@ -87,7 +87,8 @@ def _fetched(
         needs_parameters=[unit.name != EMBEDDING for unit in units],
         ahead=run.optimizer.overlap_param_gather,
     )
-    calls = _calls([unit.name for unit in units], chunk)
+    names = [unit.name for unit in units]
+    calls = _calls(run, names, chunk)
     fetching.begin(backward=False)
     for number in calls:
         fetching.before_forward(number)
@@ -117,7 +118,7 @@ def _units(infos: Sequence[ParameterInfo], chunk: Chunk) -> list[_Unit]:
     return own + further
 
 
-def _calls(names: Sequence[str], chunk: Chunk) -> list[int]:
+def _calls(run: Described, names: Sequence[str], chunk: Chunk) -> list[int]:
     """Return the numbers of the units that a forward pass calls, in order.
 
     Each further token needs the embedding before its layer, and the head after it.
@@ -125,7 +126,9 @@ def _calls(names: Sequence[str], chunk: Chunk) -> list[int]:
     further = [number for number, name in enumerate(names) if name.startswith(FURTHER)]
     first = 0 if chunk.embeds or EMBEDDING not in names else 1
     calls = list(range(first, len(names) - len(further)))
-    for number in further:
+    if run.run.head_again and chunk.is_last:
+        calls.append(names.index(HEAD))
+    for number in further[: run.run.mtp_layers]:
         calls += [names.index(EMBEDDING), number, names.index(HEAD)]
     return calls
 

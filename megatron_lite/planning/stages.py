@@ -95,6 +95,7 @@ class Described:
             trains_head=HEAD in self._whole,
             trains_rows=options.lora is not None and bool(options.lora.tokens_of(EMBEDDING)),
             adapters=self._adapters_by_kind,
+            rests_mtp=self.work.rests_mtp,
             head_again=self.work.head_again,
             losses=self.work.losses,
         )

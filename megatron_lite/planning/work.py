@@ -12,6 +12,8 @@ class Work:
 
     rows: int = 1
     """Sequences of a sample: 2 for a pair of answers, the completions of a prompt."""
+    rests_mtp: bool = False
+    """True if MTP layers keep their values and are not computed. They have gradients and optimizer state all the same."""
     head_again: bool = False
     """True if each pass computes the head once more before, without gradients."""
     losses: int = 0
@@ -44,17 +46,25 @@ def work_of(settings: Settings) -> Work:
     """Return the work of a run's objective."""
     if settings.dpo.dpo:
         has_reference = settings.dpo.dpo_loss in WITH_REFERENCE
-        return Work(rows=2, head_again=True, losses=DPO_LOSSES, measured_once=int(has_reference))
+        return Work(
+            rows=2,
+            rests_mtp=True,
+            head_again=True,
+            losses=DPO_LOSSES,
+            measured_once=int(has_reference),
+        )
     if settings.kto.kto:
         # Each answer is measured with the answer to another question, by the reference and before each step.
-        return Work(head_again=True, losses=KTO_LOSSES, measured=1, measured_once=2)
+        return Work(rests_mtp=True, head_again=True, losses=KTO_LOSSES, measured=1, measured_once=2)
     if settings.grpo.grpo:
         return _of_completions(settings)
     if settings.distilling.teacher_load is not None:
         on_policy = settings.distilling.distill_on_policy
         completion = settings.grpo.max_completion_length if on_policy else 0
-        return Work(losses=TEACHER_LOSSES, completion=completion)
-    return Work(rows=2 if settings.rewards.reward_modeling else 1)
+        return Work(rests_mtp=True, losses=TEACHER_LOSSES, completion=completion)
+    if settings.rewards.reward_modeling:
+        return Work(rows=2, rests_mtp=True)
+    return Work()
 
 
 def _of_completions(settings: Settings) -> Work:
@@ -65,6 +75,7 @@ def _of_completions(settings: Settings) -> Work:
     losses = 7 + has_reference + (functions if functions > 1 else 0)
     return Work(
         rows=grpo.num_generations,
+        rests_mtp=True,
         head_again=has_reference or updates > 1,
         losses=losses,
         updates=updates,

@@ -186,7 +186,10 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path
     again = command.replace("--save run", "--save again")
     train(tmp_path, 1, f"{again} --exit-interval 1")
     log = train(tmp_path, 1, f"{again} --resume").log(0)
-    assert "log-probabilities of 4 pairs: taken from kept/dpo-reference-training.npz" in log
+    assert (
+        "log-probabilities of 4 pairs for training: taken from kept/dpo-reference-training.npz"
+        in log
+    )
     assert losses(tmp_path) == whole
     assert megaconv.fingerprint(tmp_path / "run") == megaconv.fingerprint(tmp_path / "again")
 
@@ -196,7 +199,10 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path
     changed.save(path)
     log = train(tmp_path, 1, command.replace("--save run", "--save third")).log(0)
     assert "training.npz: was made with other images or their encoder; the reference" in log
-    assert "log-probabilities of 1 pair: taken from kept/dpo-reference-validation.npz" in log
+    assert (
+        "log-probabilities of 1 pair for validation: taken from kept/dpo-reference-validation.npz"
+        in log
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,8 @@ def test_a_run_says_what_it_compares_and_goes_on_to_the_same_bits(tmp_path: Path
         "8 pairs, 88 tokens (56 learned), 2 rows of 16 tokens each, 1.5 steps an epoch",
         "the first pair: ",
         'fields that are not read: "id"',
-        "the reference's log-probabilities of 6 pairs: ",
+        "the reference's log-probabilities of 6 pairs for training: ",
+        "the reference's log-probabilities of 2 pairs for validation: ",
     ):
         assert words in log, (words, log)
     lines = re.findall(
@@ -73,10 +74,16 @@ def test_a_cached_reference_gives_the_same_bits(
     train(tmp_path / "without", 1, f"{command} --save ckpt")
     cached = f"{command} --dpo-reference-cache kept"
     first = train(tmp_path / "kept", 1, f"{cached} --save ckpt --exit-interval 2")
-    assert "log-probabilities of 6 pairs: 0" in first.log(0)
+    assert "log-probabilities of 6 pairs for training: 0" in first.log(0)
     again = train(tmp_path / "kept", 1, f"{cached} --save ckpt --resume").log(0)
-    assert "log-probabilities of 6 pairs: taken from kept/dpo-reference-training.npz" in again
-    assert "log-probabilities of 2 pairs: taken from kept/dpo-reference-validation.npz" in again
+    assert (
+        "log-probabilities of 6 pairs for training: taken from kept/dpo-reference-training.npz"
+        in again
+    )
+    assert (
+        "log-probabilities of 2 pairs for validation: taken from kept/dpo-reference-validation.npz"
+        in again
+    )
     assert figures(tmp_path / "kept") == figures(tmp_path / "without")
     assert megaconv.fingerprint(tmp_path / "kept" / "ckpt") == megaconv.fingerprint(
         tmp_path / "without" / "ckpt"

@@ -50,7 +50,8 @@ def test_a_run_says_what_it_learns_and_goes_on_to_the_same_bits(tmp_path: Path) 
         "good answers together count 2.33 times as much as bad ones; the authors of KTO advise 1 to 1.33, such as "
         "--kto-undesirable-weight 2.03",
         'fields that are not read: "id"',
-        "the reference's log-probabilities of 8 rated answers: ",
+        "the reference's log-probabilities of 8 rated answers for training: ",
+        "the reference's log-probabilities of 2 rated answers for validation: ",
     ):
         assert words in log, (words, log)
     steps = re.findall(
@@ -67,7 +68,7 @@ def test_a_run_says_what_it_learns_and_goes_on_to_the_same_bits(tmp_path: Path) 
     train(tmp_path / "same", 1, f"{cached} --exit-interval 2")
     again = train(tmp_path / "same", 1, f"{cached} --resume").log(0)
     assert "continuing after step 2, 8 samples" in again
-    assert "8 rated answers: taken from kept/kto-reference-training.npz" in again
+    assert "8 rated answers for training: taken from kept/kto-reference-training.npz" in again
     assert figures(tmp_path / "same") == figures(tmp_path / "whole")
     assert megaconv.fingerprint(tmp_path / "same" / "ckpt") == megaconv.fingerprint(
         tmp_path / "whole" / "ckpt"

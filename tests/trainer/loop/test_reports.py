@@ -78,7 +78,8 @@ def test_empty_splits_are_fine(tmp_path: Path) -> None:
         1,
         f"{command} --finetune-data examples.jsonl --tokenizer-type NullTokenizer --vocab-size 59",
     )
-    assert "no data for validation" in ran.log(0)
+    assert "no validation data: this run measures no validation loss" in ran.log(0)
+    assert "no test data: this run measures no test loss" in ran.log(0)
 
 
 def test_operations_are_counted_as_published() -> None:
@@ -129,6 +130,12 @@ def test_each_further_token_takes_the_head_once_more_though_it_is_tied() -> None
     untied = MODELS["further tokens"]
     tied = MODELS["further tokens, tied"]
     assert flops_per_token(tied, 16) == flops_per_token(untied, 16)
+
+
+def test_layers_that_keep_their_values_take_no_operations() -> None:
+    config = MODELS["further tokens"]
+    without = changed(config, {"mtp_layers": 0})
+    assert flops_per_token(config, 16, trains_mtp=False) == flops_per_token(without, 16)
 
 
 def test_a_meter_divides_by_time_and_devices() -> None:

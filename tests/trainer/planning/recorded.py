@@ -153,7 +153,7 @@ class Planned:
         )
         samples = (1 if self.pairs else 2) * self.microbatches * self.dp
         batch = BatchSize(samples, samples)
-        work = Work(rows=2, head_again=True, losses=5) if self.pairs else Work()
+        work = Work(rows=2, rests_mtp=True, head_again=True, losses=5) if self.pairs else Work()
         two_stacks = config.encoder.layers > 0
         sizes = Sizes(
             layout=layout, dp=self.dp, batch=batch, micro_batch=1 if self.pairs else 2, cp=self.cp,

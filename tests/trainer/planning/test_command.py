@@ -286,7 +286,7 @@ def test_rated_answers_are_measured_with_another_answer_before_each_step(
     assert 0.3 < measuring / same["step_seconds"] < 0.6
     assert rated["reference_seconds"] == 2 * measuring
     assert main([*f"{llama_8b} --kto --lora-rank 16".split()]) == 0
-    assert "s for each step's answers" in capsys.readouterr().out
+    assert "s for each step's rated answers" in capsys.readouterr().out
 
 
 def test_a_teacher_is_planned_with_its_own_size(

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from megaconv.model.fields import changed
 from megatron_lite.engine import Engine
 from megatron_lite.inference.model import EngineModel
+from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.objectives.pairs import Pairs
 from megatron_lite.objectives.policy import Completed
 from megatron_lite.objectives.rated_answers import RatedAnswers
 from megatron_lite.planning.generation import cache_bytes, rows_at_once
 from megatron_lite.planning.memory import stage_memory
+from megatron_lite.planning.report import Planned as Report
 from megatron_lite.planning.work import Work, work_of
 from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.config import Settings
@@ -117,6 +120,39 @@ def test_the_work_of_rated_answers_is_that_of_the_objective() -> None:
     figures = RatedAnswers().criterion(settings).loss_names(Planned().config)
     work = work_of(settings)
     assert (work.rows, work.losses, work.measured) == (RatedAnswers.rows, len(figures), 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--dpo",
+        "--kto",
+        "--grpo --reward r.py:one",
+        "--reward-modeling",
+        "--teacher-load t",
+        "--teacher-load t --distill-on-policy",
+    ],
+)
+def test_mtp_layers_rest_where_the_objective_does_not_train_them(words: str) -> None:
+    settings = settings_of(words)
+    criterion = objective_of(settings, "gpt").criterion(settings)
+    assert work_of(settings).rests_mtp != criterion.trains_mtp
+
+
+def test_mtp_layers_that_rest_take_state_and_no_time() -> None:
+    """The activations and the compute of a model without them; gradients and optimizer state as if they were trained."""
+    planned = Planned("mimo", pairs=True)
+    run = planned.described()
+    alone = replace(run, config=changed(run.config, {"mtp_layers": 0}))
+    trained = replace(run, work=replace(run.work, rests_mtp=False))
+    (memory,), (without,), (whole,) = map(stage_memory, (run, alone, trained))
+    assert memory.activations == without.activations < whole.activations
+    assert memory.kept == whole.kept > without.kept
+    times = [Report(each).time for each in (run, alone, trained)]
+    assert all(times)
+    compute, of_alone, of_trained = (each.compute for each in times if each)
+    assert compute == of_alone < of_trained
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,10 @@ STEPS = [
     Planned("llama", tp=2, pp=2, sequence=True, pairs=True),
     Planned("qwen3", tp=2, dp=2, distributed=True, recompute=FULL, pairs=True),
     Planned("llama", tp=2, dp=2, sequence=True, pairs=True, lora=ADAPTERS),
+    Planned("further tokens", tp=2, pp=2, sequence=True, pairs=True),
+    Planned("further tokens", pp=2, dp=2, distributed=True, zero=3, recompute=FULL, pairs=True),
+    Planned("further tokens, tied", dp=2, distributed=True, zero=3, pairs=True),
+    Planned("hybrid, further tokens", tp=2, dp=2, ep=2, sequence=True, pairs=True),
 ]
 
 
@@ -171,6 +175,7 @@ KEPT = [
     Planned("qwen3", dp=2, dtype="bfloat16", distributed=True, wider=4, lora=ROWS),
     Planned("gpt2", pp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
     Planned("gpt2", pp=2, dtype="float32", kind="sgd", wider=4, lora=ADAPTERS),
+    Planned("further tokens", pp=2, dtype="bfloat16", wider=4, pairs=True),
 ]
 
 
@@ -245,6 +250,13 @@ def test_activations_are_those_that_autograd_keeps(model: str, granularity: str 
         assert bytes_of_a_pass(planned) == pytest.approx(
             activations(planned.described().run, 0), rel=0.1
         )
+
+
+@pytest.mark.parametrize("model", ["further tokens", "further tokens, tied", "mimo"])
+def test_mtp_layers_that_pairs_do_not_train_keep_no_activations(model: str) -> None:
+    planned = Planned(model, wider=4, microbatches=1, pairs=True)
+    planned_bytes = activations(planned.described().run, 0)
+    assert bytes_of_a_pass(planned) == pytest.approx(planned_bytes, rel=0.1)
 
 
 CARRIES = ("gemma4, layer inputs",)
