@@ -22,6 +22,15 @@ def joint_of(places: Tensor) -> Tensor:
     return numbers.masked_fill(~places, -1)
 
 
+def in_order(places: Tensor) -> Tensor:
+    """Return int64 [batch, sequence]: the number of each image's token among all such tokens. Other tokens have any of these.
+
+    places: bool [batch, sequence], the tokens of images.
+    """
+    numbers = places.flatten().cumsum(0) - 1
+    return numbers.clamp(min=0).view_as(places)
+
+
 class Pictures(NamedTuple):
     """The images of a microbatch, as an encoder gives them. Its output is not differentiated."""
 
@@ -32,7 +41,7 @@ class Pictures(NamedTuple):
     further: tuple[Tensor, ...] = ()
     """[tokens, hidden] each: what is added to their hidden states after the first layers (Qwen3-VL's deepstack)."""
     rows: Tensor | None = None
-    """int64 [tokens]: the row of `vectors` of each such token, if several sequences have the same image; None: its own."""
+    """int64 [batch, sequence]: the row of `vectors` of each such token, if several have the same image; None: in their order."""
 
     def to(self, device: torch.device) -> "Pictures":
         """Return the images with their tensors on the device."""
@@ -42,13 +51,18 @@ class Pictures(NamedTuple):
         rows = None if self.rows is None else moved(self.rows, device)
         return Pictures(places, vectors, tuple(further), rows)
 
+    def of(self, sequences: slice) -> "Pictures":
+        """Return the images of some of the sequences. The vectors are those of all."""
+        rows = in_order(self.places) if self.rows is None else self.rows
+        return self._replace(places=self.places[sequences], rows=rows[sequences])
+
     def spread(self) -> "Spread":
         """Return the images with a vector for each token."""
         places = self.places.unsqueeze(-1)
 
         def spread(vectors: Tensor) -> Tensor:
             if self.rows is not None:
-                vectors = vectors[self.rows]
+                return vectors[self.rows].masked_fill(~places, 0)
             empty = vectors.new_zeros(*self.places.shape, vectors.shape[-1])
             return empty.masked_scatter(places, vectors)
 

@@ -19,7 +19,7 @@ from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.moving import moved
-from megatron_lite.models.pictures import Pictures, joint_of
+from megatron_lite.models.pictures import Pictures, in_order, joint_of
 from megatron_lite.models.trainable import rotated_width
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_encoder import ImageEncoder, deepest
@@ -98,13 +98,13 @@ class ImageFeeder(Feeder):
         if self.encoder is None:
             return None
         numbers = [number for number in images.flatten().tolist() if number != NO_IMAGE]
-        # The two answers of a pair have the same images.
+        # The two answers of a pair have the same images, and so have both rows of a rated answer.
         counts = {number: self.reader.tokens(number) for number in numbers}
         inputs = [self.reader.inputs(number) for number in counts]
         features = self.encoder.encode(inputs, sum(counts.values()))
         rows = None
         if len(counts) < len(numbers):
-            rows = moved(_rows_of(numbers, counts), self.device)
+            rows = moved(_rows_of(numbers, counts), self.device)[in_order(places)]
         return Pictures(places, *features, rows)
 
 

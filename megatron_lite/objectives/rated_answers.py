@@ -16,8 +16,9 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.moving import moved
 from megatron_lite.objectives.compared import Compared
-from megatron_lite.objectives.examples import read_examples_of
+from megatron_lite.objectives.examples import ExampleData, read_examples_of
 from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.pair_loss import REFERENCE
 from megatron_lite.objectives.rated_loss import DIVERGENCE, GOOD, RatedLoss, Rating
 from megatron_lite.objectives.reference import with_reference
@@ -37,7 +38,7 @@ class RatedAnswers(Compared):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         check_sources(settings.data)
-        return read_examples_of(settings, tokenizer, rated=True)
+        return read_examples_of(settings, tokenizer, rated=True, images=image_reader(settings))
 
     def criterion(self, settings: Settings) -> Criterion:
         kto = settings.kto
@@ -46,8 +47,11 @@ class RatedAnswers(Compared):
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
     ) -> Feeder:
+        """See Objective.feeder. Questions may have images."""
+        assert isinstance(data, ExampleData)
         plain = super().feeder(engine, start, data, setup)
-        return RatedFeeder(**vars(plain), engine=engine)
+        completing = with_encoder(plain, engine, data.reader, setup)
+        return RatedFeeder(**vars(plain), engine=engine, completing=completing)
 
     def load(
         self,
@@ -83,6 +87,11 @@ class RatedFeeder(Feeder):
     """
 
     engine: Engine
+    completing: Feeder
+    """Adds the images of both rows, which the encoder reads once."""
+
+    def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
+        return self.completing.completed(made, arrays)
 
     def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
         both = self.microbatches(batch)
@@ -115,11 +124,17 @@ class RatedFeeder(Feeder):
 
 def _rows(batch: Microbatch, first: int) -> Microbatch:
     """Return every second row of a microbatch."""
-    assert batch.loss_mask is not None
     rows = slice(first, None, 2)
+
+    def taken(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[rows]
+
     return replace(
         batch,
         tokens=batch.tokens[rows],
         labels=batch.labels[rows],
-        loss_mask=batch.loss_mask[rows],
+        loss_mask=taken(batch.loss_mask),
+        pair_positions=taken(batch.pair_positions),
+        joint=taken(batch.joint),
+        pictures=None if batch.pictures is None else batch.pictures.of(rows),
     )

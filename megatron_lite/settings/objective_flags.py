@@ -356,7 +356,6 @@ def _of_package(settings: Settings) -> Judged:
 def _images(settings: Settings) -> Judged:
     """Checks of training on images."""
     others = (
-        ("--kto", settings.kto.kto),
         ("--reward-modeling", settings.rewards.reward_modeling),
         ("--task", settings.tasks.task is not None),
         ("--teacher-load", settings.distilling.teacher_load is not None),
@@ -364,5 +363,5 @@ def _images(settings: Settings) -> Judged:
     for flag, asked in others:
         yield (
             asked and settings.data.image_encoder is not None,
-            f"--image-encoder is for the images of chats, pairs and prompts, and {flag} learns from something else; leave one of them out",
+            f"--image-encoder is for images of chats, answers and prompts, and {flag} learns from something else; leave one of them out",
         )

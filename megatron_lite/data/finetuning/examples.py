@@ -22,13 +22,15 @@ from megatron_lite.data.finetuning.chat import ChatTemplate, Encoded
 from megatron_lite.data.finetuning.forms import IMAGES, Chat, Plain, read_record
 from megatron_lite.data.finetuning.image_chat import (
     Illustrated,
+    Stored,
     has_images,
     with_places,
     without_images,
 )
 from megatron_lite.data.finetuning.image_texts import ImageTexts
+from megatron_lite.data.finetuning.other_answers import with_other_answers
 from megatron_lite.data.finetuning.pairs import MARGIN, Pair, read_margin, read_pair
-from megatron_lite.data.finetuning.rated import LABEL, is_pair, read_rated, with_other_answers
+from megatron_lite.data.finetuning.rated import LABEL, is_pair, read_rated
 from megatron_lite.data.finetuning.record_images import has_place, lists_images, with_images
 from megatron_lite.data.finetuning.records import Record, find_files, read_records
 from megatron_lite.data.images.files import read_image
@@ -106,44 +108,49 @@ def read_examples(
             f"{flag}: this tokenizer has no token that ends an example; name one as eos_token in its tokenizer_config.json"
         )
     encoder = _Encoder(tokenizer, tokenizer.eod, options)
-    tokens: list[NDArray[np.int32]] = []
-    learned: list[NDArray[np.bool_]] = []
+    examples: list[Stored] = []
     divisible: list[bool] = []
-    images: list[Placed] = []
-    count = 0
     for name in find_files(words, flag):
         for record in read_records(name):
             try:
                 found = encoder.read(record, Path(name).parent)
             except (BadRecord, ValueError, TypeError) as error:
                 raise CorruptCheckpoint(f"{record.where}: {_reason(record, error)}") from error
-            for made, placed in found:
-                tokens.append(np.array(made.ids, np.int32))
-                learned.append(np.array(made.learned, bool))
-                divisible.append(isinstance(record.content, str))
-                images += [image._replace(start=count + image.start) for image in placed]
-                count += len(made.ids)
-    if not tokens:
+            examples += map(Stored.of, found)
+            divisible += [isinstance(record.content, str)] * len(found)
+    if not examples:
         what = "pairs whose answers differ" if options.pairs else "examples"
         raise CorruptCheckpoint(f"{', '.join(words)}: there are no {what}")
     if options.rated:
         try:
-            tokens, learned = with_other_answers(tokens, learned)
+            examples = with_other_answers(examples, options.images)
         except BadRecord as error:
             raise CorruptCheckpoint(f"{', '.join(words)}: {error}") from error
-        divisible = [False] * len(tokens)
-    bounds = np.concatenate(([0], np.cumsum([len(ids) for ids in tokens], dtype=np.int64)))
-    joined = np.concatenate(tokens), np.concatenate(learned), bounds, np.array(divisible, bool)
+        divisible = [False] * len(examples)
+    lengths = [len(example.tokens) for example in examples]
+    bounds = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     return Examples(
-        *joined,
+        np.concatenate([example.tokens for example in examples]),
+        np.concatenate([example.learned for example in examples]),
+        bounds,
+        np.array(divisible, bool),
         encoder.unread,
         encoder.plain_chats // (2 if options.pairs else 1),
         encoder.equal,
         encoder.ratings,
         _filled(encoder.margins),
         np.array(encoder.good, bool) if options.rated else None,
-        None if options.images is None else Images.of(options.images, images),
+        None if options.images is None else Images.of(options.images, _placed(examples, bounds)),
     )
+
+
+def _placed(examples: Sequence[Stored], bounds: NDArray[np.int64]) -> list[Placed]:
+    """Return the images of all examples, with their places among all tokens. bounds: see Examples."""
+    return [
+        image._replace(start=first + image.start)
+        for example, first in zip(examples, bounds[:-1].tolist(), strict=True)
+        for image in example.images
+    ]
 
 
 def _filled(margins: Sequence[float | None]) -> NDArray[np.float64] | None:
@@ -190,34 +197,33 @@ class _Encoder:
             return self._encode_pair(record, directory)
         if self._options.rated:
             return self._encode_rated(record, directory)
-        if self._options.images is not None:
-            return [self._encode_illustrated(record, self._options.images, directory)]
-        return [Illustrated(self._encode(record))]
+        return [self._encode(record, directory)]
 
-    def _encode(self, record: Record) -> Encoded:
+    def _encode(self, record: Record, directory: Path) -> Illustrated:
+        """Encode a record that may have images if the model reads them."""
+        reader = self._options.images
         if isinstance(record.content, str):
-            return self._plain(Plain("", record.content))
+            made = self._plain(Plain("", record.content))
+            return Illustrated(made) if reader is None else without_images(made, reader.token)
         fields = read_fields(record.content)
         reading = read_record(fields, self._options.finetune_form)
-        _refuse_images(reading.example, fields)
-        self.unread.update(reading.unread)
+        self._note_unread(reading.unread)
         self.ratings += isinstance(fields.get(LABEL), bool)
-        return self._example(reading.example)
+        if reader is None:
+            _refuse_images(reading.example, fields)
+            return Illustrated(self._example(reading.example))
+        return self._illustrated(reading.example, fields, record, directory)
 
-    def _encode_illustrated(
-        self, record: Record, reader: ImageReader, directory: Path
+    def _illustrated(
+        self, example: Chat | Plain, fields: Mapping[str, Any], record: Record, directory: Path
     ) -> Illustrated:
-        """Encode a record that may have images."""
-        if isinstance(record.content, str):
-            return without_images(self._plain(Plain("", record.content)), reader.token)
-        fields = read_fields(record.content)
-        reading = read_record(fields, self._options.finetune_form)
-        self.unread.update(reading.unread - set(IMAGES))
-        self.ratings += isinstance(fields.get(LABEL), bool)
-        if isinstance(reading.example, Plain):
+        """Encode an example that may have images. fields: of its record."""
+        reader = self._options.images
+        assert reader is not None
+        if isinstance(example, Plain):
             _refuse_listed_images(fields)
-            return without_images(self._plain(reading.example), reader.token)
-        chat = with_images(reading.example, fields)
+            return without_images(self._plain(example), reader.token)
+        chat = with_images(example, fields)
         if not chat.images:
             return without_images(self._example(chat), reader.token)
         return self._encode_shown(chat, self._shown(chat, record, directory), reader.token)
@@ -245,7 +251,7 @@ class _Encoder:
         fields = read_fields(record.content)
         pair = read_pair(fields)
         margin = read_margin(fields) if self._options.margins else None
-        self._note_unread(pair)
+        self._note_unread(pair.unread)
         answers = self._answers(pair, fields, record, directory)
         chosen, rejected = (answer.text for answer in answers)
         if chosen.ids == rejected.ids:
@@ -276,16 +282,18 @@ class _Encoder:
             self.good += [True, False] if answers else []
             return answers
         rated = read_rated(fields)
-        self.unread.update(rated.unread)
-        _refuse_images_of_rated(rated.answer, fields)
+        self._note_unread(rated.unread)
         self.good.append(rated.is_good)
-        return [Illustrated(self._example(rated.answer))]
+        if self._options.images is None:
+            _refuse_images_of_answers([rated.answer], fields)
+            return [Illustrated(self._example(rated.answer))]
+        return [self._illustrated(rated.answer, fields, record, directory)]
 
-    def _note_unread(self, pair: Pair) -> None:
-        """Count the fields of a pair that are not read."""
+    def _note_unread(self, fields: frozenset[str]) -> None:
+        """Count the fields of a record that are not read. fields: those that are not content."""
         margin = {MARGIN} if self._options.margins else set()
         images = set(IMAGES) if self._options.images is not None else set()
-        self.unread.update(pair.unread - margin - images)
+        self.unread.update(fields - margin - images)
 
     def _answers(
         self, pair: Pair, fields: Mapping[str, Any], record: Record, directory: Path
@@ -293,7 +301,7 @@ class _Encoder:
         """Encode both answers with their question. Usually they have the same images, which get one number each."""
         reader, answers = self._options.images, (pair.chosen, pair.rejected)
         if reader is None:
-            _refuse_images_of_pairs(pair, fields)
+            _refuse_images_of_answers(answers, fields)
             return [Illustrated(self._example(answer)) for answer in answers]
         if isinstance(pair.chosen, Plain) or isinstance(pair.rejected, Plain):
             _refuse_listed_images(fields)
@@ -361,19 +369,13 @@ def _refuse_images(example: Chat | Plain, fields: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_images_of_pairs(pair: Pair, fields: Mapping[str, Any]) -> None:
-    """Raise BadRecord for a pair with an image."""
-    answers = (pair.chosen, pair.rejected)
+def _refuse_images_of_answers(answers: Sequence[Chat | Plain], fields: Mapping[str, Any]) -> None:
+    """Raise BadRecord for compared or rated answers with an image."""
     if lists_images(fields) or any(isinstance(each, Chat) and has_images(each) for each in answers):
         raise BadRecord(
-            "has images, and this run reads texts alone; --dpo reads images too if --load or --image-encoder names a multimodal model"
+            "has images, and this run reads texts alone; --dpo and --kto read images too if --load or --image-encoder names a "
+            "multimodal model"
         )
-
-
-def _refuse_images_of_rated(answer: Chat | Plain, fields: Mapping[str, Any]) -> None:
-    """Raise BadRecord for a rated answer to a question with an image."""
-    if lists_images(fields) or (isinstance(answer, Chat) and has_images(answer)):
-        raise BadRecord("has images, and --kto reads texts alone; --dpo reads pairs with images")
 
 
 def _refuse_listed_images(fields: Mapping[str, Any]) -> None:

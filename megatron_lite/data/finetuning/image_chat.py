@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.wording import counted
 from megatron_lite.data.encoding import BadRecord
@@ -19,6 +20,24 @@ class Illustrated(NamedTuple):
 
     text: Encoded
     images: Sequence[Placed] = ()
+
+
+class Stored(NamedTuple):
+    """An example as arrays, which need less memory."""
+
+    tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_]
+    images: Sequence[Placed]
+
+    @classmethod
+    def of(cls, made: Illustrated) -> "Stored":
+        ids, learned = made.text
+        return cls(np.array(ids, np.int32), np.array(learned, bool), made.images)
+
+    @property
+    def answer(self) -> int:
+        """The place of the first learned token."""
+        return int(self.learned.argmax())
 
 
 def with_places(made: Encoded, images: Sequence[tuple[int, Written]], token: int) -> Illustrated:

@@ -76,12 +76,7 @@ class PairPieces(Pieces):
 def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
     """Return the pieces of pairs. A pair is dropped if either answer has nothing left to learn, or if both answers
     begin alike and only the equal beginnings are left."""
-    starts = examples.bounds[:-1].reshape(-1, 2)
-    ends = examples.bounds[1:].reshape(-1, 2)
-    kept = np.minimum(ends, starts + seq_length + 1)
-    rows = kept < ends
-    if examples.images is not None:
-        kept = _shortened(starts, kept, rows, examples.images.last_whole)
+    starts, kept, rows = _fitting_rows(examples, seq_length)
     is_cut = np.asarray(rows.any(1))
     whole = _learn_something(examples, starts, kept)
     whole &= _differ(examples, starts, kept, is_cut)
@@ -91,12 +86,22 @@ def pairs_for(examples: Examples, seq_length: int) -> PairPieces:
 def rated_for(examples: Examples, seq_length: int) -> PairPieces:
     """Return the pieces of rated answers, each with its question's other answer. It is dropped if nothing is left to
     learn of one of them."""
+    starts, kept, rows = _fitting_rows(examples, seq_length)
+    whole = _learn_something(examples, starts, kept)
+    return _pair_pieces(examples, starts, kept, whole, rows[:, 0])
+
+
+def _fitting_rows(
+    examples: Examples, seq_length: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return (starts, ends, whether it is truncated) of each row, [pairs, 2]. No image is cut."""
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
     kept = np.minimum(ends, starts + seq_length + 1)
-    whole = _learn_something(examples, starts, kept)
-    is_cut = kept[:, 0] < ends[:, 0]
-    return _pair_pieces(examples, starts, kept, whole, is_cut)
+    rows = np.asarray(kept < ends)
+    if examples.images is not None:
+        kept = _shortened(starts, kept, rows, examples.images.last_whole)
+    return starts, kept, rows
 
 
 def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> PairPieces:

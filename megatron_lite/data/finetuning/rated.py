@@ -6,14 +6,13 @@
 | `messages` or `conversations`, whose last message is the answer | `label` | LLaMA-Factory |
 | `instruction` and `output`; `input`, `system` | `label` | LLaMA-Factory |
 | a pair: `chosen` is good, `rejected` bad (pairs.py) | | TRL |
+
+Messages may have images (record_images.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megatron_lite.data.encoding import BadRecord
 from megatron_lite.data.finetuning.forms import Chat, Plain, listed, read_record
@@ -85,40 +84,3 @@ def _with_question(example: Chat | Plain) -> Chat | Plain:
             'has an answer without a question; expected "prompt" and "completion", or messages'
         )
     return example
-
-
-def with_other_answers(
-    tokens: Sequence[NDArray[np.int32]], learned: Sequence[NDArray[np.bool_]]
-) -> tuple[list[NDArray[np.int32]], list[NDArray[np.bool_]]]:
-    """Return each example, followed by its question with the answer to another question.
-
-    That is the answer of the example before, as in TRL, or of the last one before whose question differs. The first
-    examples follow the last ones. Raises BadRecord if all questions are the same.
-    """
-    starts = [int(marks.argmax()) for marks in learned]
-    others = _others([ids[:start].tobytes() for ids, start in zip(tokens, starts, strict=True)])
-    made: list[NDArray[np.int32]] = []
-    marked: list[NDArray[np.bool_]] = []
-    for number, other in enumerate(others):
-        here, there = starts[number], starts[other]
-        made += [tokens[number], np.concatenate((tokens[number][:here], tokens[other][there:]))]
-        marked += [
-            learned[number],
-            np.concatenate((learned[number][:here], learned[other][there:])),
-        ]
-    return made, marked
-
-
-def _others(questions: Sequence[bytes]) -> list[int]:
-    """Return for each question the number of the last one before it that differs; the first ones follow the last ones."""
-    count = len(questions)
-    last = next((n for n in reversed(range(count)) if questions[n] != questions[0]), None)
-    if last is None:
-        raise BadRecord(
-            "all questions are the same; KTO compares with answers to other questions, so give examples of several"
-        )
-    found = [last]
-    for number in range(1, count):
-        before = number - 1
-        found.append(found[before] if questions[before] == questions[number] else before)
-    return found

@@ -129,6 +129,10 @@ class ImageReader:
         """Return the number of tokens of an image for which the encoder gives vectors."""
         return self._images[number].grid.tokens
 
+    def content(self, number: int) -> Path | bytes:
+        """Return the path of an image, or its bytes. Images of the same path or bytes are the same."""
+        return self._images[number].file.content
+
     def hashed(self, number: int) -> str:
         """Return a hash of an image's file. Raises CorruptCheckpoint for an image that can't be read any more."""
         image = self._images[number]

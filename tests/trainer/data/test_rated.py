@@ -140,7 +140,7 @@ def test_all_messages_of_a_completion_are_rated(tmp_path: Path) -> None:
         ({"prompt": "1", "chosen": "2"}, 'but no "rejected"'),
         ({"messages": [user("1")], "label": True}, "its last message is not the assistant's"),
         ({"prompt": "1", "completion": "2", "label": True, "text": "3"}, '"text", which would be left out'),
-        ({"messages": [user("1"), assistant("2")], "label": True, "images": ["a.png"]}, "has images, and --kto reads texts alone"),
+        ({"messages": [user("1"), assistant("2")], "label": True, "images": ["a.png"]}, "has images, and this run reads texts alone"),
         ("just text", "is plain text"),
     ],
 )  # fmt: skip

@@ -208,9 +208,9 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path
 @pytest.mark.parametrize(
     ("flags", "message", "status"),
     [
-        ("--load text --dpo", "this run reads texts alone; --dpo reads images too if --load or --image-encoder names", 3),
-        ("--load hf --reward-modeling", "this run reads texts alone; --dpo reads images too", 3),
-        ("--load hf --reward-modeling --image-encoder hf", "--image-encoder is for the images of chats, pairs and prompts", 2),
+        ("--load text --dpo", "this run reads texts alone; --dpo and --kto read images too if --load or --image-encoder names", 3),
+        ("--load hf --reward-modeling", "this run reads texts alone; --dpo and --kto read images too", 3),
+        ("--load hf --reward-modeling --image-encoder hf", "--image-encoder is for images of chats, answers and prompts", 2),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_in_one_line(

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.pictures import Pictures
+from megatron_lite.models.pictures import Pictures, in_order
 from tests.trainer.parallel.small import (
     FULL,
     SELECTIVE,
@@ -76,3 +76,23 @@ def test_vectors_count_as_the_tokens_whose_embeddings_they_are(model: str) -> No
     assert of_vectors.others == pytest.approx(of_tokens.others, rel=1e-6)
     # The places have no gradient for their tokens.
     assert of_vectors.grad_norm < of_tokens.grad_norm
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_some_sequences_have_their_images_of_all(repeated: bool) -> None:
+    places = torch.tensor(
+        [[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool
+    )
+    rows = in_order(places) % 2 if repeated else None
+    count = 2 if repeated else 5
+    pictures = Pictures(places, torch.rand(count, 3), (torch.rand(count, 3),), rows)
+    whole = pictures.spread()
+    if repeated:
+        assert torch.equal(whole.vectors[2, 3], whole.vectors[0, 1])
+    assert not whole.vectors[~places].any()
+    for first in (0, 1):
+        sequences = slice(first, None, 2)
+        found = pictures.of(sequences).spread()
+        assert torch.equal(found.places, whole.places[sequences])
+        assert torch.equal(found.vectors, whole.vectors[sequences])
+        assert torch.equal(found.further[0], whole.further[0][sequences])

@@ -16,6 +16,7 @@ from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.engine import Engine
 from megatron_lite.inference.weights import hugging_face_tensors
 from megatron_lite.models.batch import Microbatch
+from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.rated_answers import RatedAnswers, RatedFeeder
 from megatron_lite.objectives.rated_loss import RatedLoss, Rating
 from megatron_lite.parallel.grid import make_grid
@@ -114,9 +115,8 @@ def make(case: Case, device: torch.device = CPU) -> Engine:
 def feeder_of(engine: Engine) -> RatedFeeder:
     grid = engine.grid
     convert = RatedAnswers().microbatch
-    return RatedFeeder(
-        convert, make_settings({}), grid.device, grid.dp, grid.dp_rank, engine=engine
-    )
+    plain = Feeder(convert, make_settings({}), grid.device, grid.dp, grid.dp_rank)
+    return RatedFeeder(**vars(plain), engine=engine, completing=plain)
 
 
 def references(feeder: RatedFeeder, case: Case, step: int) -> Tensor:

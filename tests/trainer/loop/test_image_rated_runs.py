@@ -1,0 +1,229 @@
+"""Runs on rated answers to questions with images: the losses and steps of transformers' whole model."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import megaconv
+from tests.trainer.loop.launches import launch, metrics, train
+from tests.trainer.loop.test_image_pair_runs import QUESTIONS
+from tests.trainer.loop.whole_models import OfTransformers, assert_weights, message
+from tests.trainer.multimodal import MODELS, create, write_chats
+
+pytest.importorskip("PIL.Image", reason="needs pillow")
+pytestmark = pytest.mark.oracle
+
+LR = 0.05
+BETA, DESIRABLE, UNDESIRABLE = 0.5, 1.6, 0.4
+STEPS = (
+    "--train-iters 2 --global-batch-size 6 --micro-batch-size 3 --seq-length 192 --fp32 --optimizer sgd --sgd-momentum 0 "
+    f"--weight-decay 0 --clip-grad 0 --lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --kto --kto-beta {BETA} "
+    f"--kto-desirable-weight {DESIRABLE} --kto-undesirable-weight {UNDESIRABLE} "
+    "--metrics-file metrics.jsonl --distributed-timeout-minutes 1 --save run"
+)
+"""Two steps. Each has all answers, so their order doesn't matter."""
+COMMAND = f"finetune --load hf --finetune-data data/rated.jsonl {STEPS}"
+FIGURES = ("loss", "chosen_reward", "rejected_reward", "kl")
+FAST = ("qwen3_vl", "gemma3")
+"""Models whose runs are not only among the slow tests."""
+
+
+class Answer(NamedTuple):
+    """A rated answer to one of QUESTIONS."""
+
+    question: int
+    text: str
+    is_good: bool
+    other: int
+    """The answer to another question, from which the divergence is estimated."""
+
+
+ANSWERS = (
+    Answer(0, "a cat", True, other=5),
+    Answer(1, "same", False, other=0),
+    Answer(2, "none", True, other=1),
+    Answer(3, "hi", True, other=2),
+    Answer(3, "bye", False, other=2),
+    Answer(3, "hello!", True, other=2),
+)
+
+
+def records() -> list[Any]:
+    """The answers in the forms of datasets: of TRL, of whole chats, of texts, a pair, and Alpaca's."""
+    first, second, third, _ = (question for question, _ in QUESTIONS)
+    asked = [{**part, **({"image": "0.png"} if part["type"] == "image" else {})} for part in first]
+    said = [message("assistant", answer.text) for answer in ANSWERS]
+    return [
+        {"prompt": [message("user", asked)], "completion": [said[0]], "label": True},
+        {
+            "messages": [message("user", second), said[1]],
+            "images": ["1.png", "2.png"],
+            "label": False,
+        },
+        {"prompt": [message("user", third)], "completion": "none", "label": True},
+        {
+            "conversations": [{"from": "human", "value": "<image>hello"}],
+            "chosen": {"from": "gpt", "value": "hi"},
+            "rejected": {"from": "gpt", "value": "bye"},
+            "images": ["3.png"],
+        },
+        {"instruction": "hello", "output": "hello!", "image": "3.png", "label": True},
+    ]
+
+
+def make(kind: str, directory: Path) -> None:
+    create(kind, directory / "hf")
+    write_chats(directory / "data")
+    lines = map(json.dumps, records())
+    (directory / "data" / "rated.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def log_probabilities(whole: OfTransformers, *, others: bool) -> torch.Tensor:
+    """[answers]: of the answers, or of the other answers to their questions."""
+    found = []
+    for answer in ANSWERS:
+        question, images = QUESTIONS[answer.question]
+        text = ANSWERS[answer.other].text if others else answer.text
+        found.append(whole.log_probability(question, images, text))
+    return torch.stack(found)
+
+
+def step(
+    whole: OfTransformers, reference: torch.Tensor, reference_of_others: torch.Tensor
+) -> list[float]:
+    """Make a step of KTO. Returns FIGURES before it."""
+    with torch.no_grad():
+        gains_of_others = log_probabilities(whole, others=True) - reference_of_others
+    divergence = gains_of_others.mean().clamp(min=0)
+    gains = log_probabilities(whole, others=False) - reference
+    is_good = torch.tensor([answer.is_good for answer in ANSWERS])
+    good, bad = gains[is_good], gains[~is_good]
+    of_good = DESIRABLE * (1 - torch.sigmoid(BETA * (good - divergence)))
+    of_bad = UNDESIRABLE * (1 - torch.sigmoid(BETA * (divergence - bad)))
+    loss = torch.cat((of_good, of_bad)).mean()
+    whole.learn(loss, LR)
+    figures = (loss, BETA * good.mean(), BETA * bad.mean(), divergence)
+    return [figure.item() for figure in figures]
+
+
+def steps_of_transformers(
+    kind: str, directory: Path, count: int = 2
+) -> tuple[list[list[float]], Any]:
+    """(FIGURES of each step, the model after them)."""
+    whole = OfTransformers(kind, directory)
+    with torch.no_grad():
+        references = [log_probabilities(whole, others=others) for others in (False, True)]
+    return [step(whole, *references) for _ in range(count)], whole.model
+
+
+def assert_figures(directory: Path, expected: list[list[float]]) -> None:
+    found = [[line[name] for name in FIGURES] for line in metrics(directory) if "loss" in line]
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_two_steps_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """In the second step, the divergence is that of other answers to the questions with their images."""
+    make(kind, tmp_path)
+    expected, model = steps_of_transformers(kind, tmp_path)
+    assert expected[1][3] > 0.01
+    log = train(tmp_path, 1, f"{COMMAND} --show-sample").log(0)
+    assert "6 rated answers (4 good, 2 bad), 5 images of " in log
+    assert "not read" not in log
+    assert_figures(tmp_path, expected)
+    assert_weights(tmp_path, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind not in FAST])
+def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    """One step alone: a router may choose another expert behind it, because of a rounding."""
+    make(kind, tmp_path)
+    _, model = steps_of_transformers(kind, tmp_path, 1)
+    train(tmp_path, 1, COMMAND.replace("--train-iters 2", "--train-iters 1"))
+    assert_weights(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (2, "--pipeline-model-parallel-size 2"),
+        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
+        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
+        pytest.param(2, "--use-distributed-optimizer", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_the_steps_are_the_same_in_every_layout(size: int, layout: str, tmp_path: Path) -> None:
+    make("qwen3_vl", tmp_path)
+    expected, model = steps_of_transformers("qwen3_vl", tmp_path)
+    train(tmp_path, size, f"{COMMAND} {layout}")
+    assert_figures(tmp_path, expected)
+    assert_weights(tmp_path, model)
+
+
+def losses(directory: Path) -> list[float]:
+    return [line["loss"] for line in metrics(directory) if "loss" in line]
+
+
+def test_adapters_learn_from_rated_answers_with_images(tmp_path: Path) -> None:
+    """The encoder of another directory reads the images of a language model alone."""
+    make("qwen2_5_vl", tmp_path)
+    megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
+    command = f"{COMMAND} --lora-rank 4 --lr 1.0"
+    train(tmp_path, 1, command)
+    whole = losses(tmp_path)
+    assert whole[1] < whole[0] - 0.01
+    (tmp_path / "metrics.jsonl").unlink()
+    other = command.replace("--load hf", "--load text --image-encoder hf")
+    train(tmp_path, 1, other.replace("--save run", "--save other"))
+    assert losses(tmp_path) == whole
+
+
+def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path: Path) -> None:
+    from PIL import Image
+
+    make("qwen2_5_vl", tmp_path)
+    lines = map(json.dumps, records()[:2])
+    (tmp_path / "data" / "valid.jsonl").write_text("\n".join(lines))
+    valid = "--valid-finetune-data data/valid.jsonl --eval-interval 1"
+    command = f"{COMMAND} {valid} --kto-reference-cache kept"
+    log = train(tmp_path, 1, command).log(0)
+    assert "validation loss" in log
+    whole = metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    again = command.replace("--save run", "--save again")
+    train(tmp_path, 1, f"{again} --exit-interval 1")
+    log = train(tmp_path, 1, f"{again} --resume").log(0)
+    assert "of 6 rated answers: taken from kept/kto-reference-training.npz" in log
+    assert [figures(line) for line in metrics(tmp_path)] == [figures(line) for line in whole]
+    assert megaconv.fingerprint(tmp_path / "run") == megaconv.fingerprint(tmp_path / "again")
+
+    path = tmp_path / "data" / "3.png"
+    with Image.open(path) as image:
+        changed = image.point(lambda value: 255 - value)
+    changed.save(path)
+    log = train(tmp_path, 1, command.replace("--save run", "--save third")).log(0)
+    assert "training.npz: was made with other images or their encoder; the reference" in log
+    assert "of 2 rated answers: taken from kept/kto-reference-validation.npz" in log
+
+
+def figures(line: dict[str, Any]) -> dict[str, Any]:
+    """A line's figures of training or of evaluation."""
+    return {name: value for name, value in line.items() if name.endswith((*FIGURES, "step"))}
+
+
+def test_a_model_of_texts_refuses_images_in_one_line(tmp_path: Path) -> None:
+    make("qwen2_5_vl", tmp_path)
+    megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
+    running = launch(tmp_path, 1, COMMAND.replace("--load hf", "--load text"))
+    assert running.wait() == [3]
+    words = "data/rated.jsonl:1: has images, and this run reads texts alone; --dpo and --kto read images too"
+    assert words in running.log(0)
+    assert "Traceback" not in running.log(0)
+    assert not (tmp_path / "run").exists()
