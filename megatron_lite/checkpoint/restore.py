@@ -18,7 +18,7 @@ from megaconv.errors import NotExpressible, TensorMismatch, UsageError
 from megaconv.families import has_text_only
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.weight_files import has_weights
-from megaconv.input import find_input
+from megaconv.input import Input, find_input
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.natives import NativeTensor
@@ -57,6 +57,8 @@ class Start:
     """Files of the tokenizer and the like, by name."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Megatron's args of the run that continues; empty for a new run."""
+    inside_whole: bool = False
+    """True for the language model of a multimodal model, which `megaconv convert` reads with --text-only."""
 
     @property
     def config(self) -> ModelConfig:
@@ -179,14 +181,23 @@ def open_language_model(
     Raises CheckpointError; NotExpressible for another checkpoint of a multimodal model.
     """
     options = options or LoadOptions()
-    found = find_input(place, loader, options)
-    if isinstance(found.place, Path) and has_text_only(found.place):
+    return _language_model(find_input(place, loader, options), options)
+
+
+def _language_model(found: Input, options: LoadOptions) -> Source:
+    """Open the language model of an input. Raises CheckpointError."""
+    if _is_whole(found):
         options = replace(options, text_only=True)
     source = open_source(found, options)
-    refuse_whole(source.header.config, place)
+    refuse_whole(source.header.config, found.given)
     if source.header.layout is None:
-        refuse_two_widths(source.header.config, place)
+        refuse_two_widths(source.header.config, found.given)
     return source
+
+
+def _is_whole(found: Input) -> bool:
+    """Return whether an input has the files of a multimodal model on the Hub."""
+    return isinstance(found.place, Path) and has_text_only(found.place)
 
 
 def open_weights(place: str) -> Start:
@@ -194,7 +205,8 @@ def open_weights(place: str) -> Start:
 
     Raises the errors of open_language_model; NotExpressible for a model with a head of scores.
     """
-    source = open_language_model(place)
+    found = find_input(place)
+    source = _language_model(found, LoadOptions())
     refuse_scores(source.header.config, place)
     tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
     return Start(
@@ -205,6 +217,7 @@ def open_weights(place: str) -> Start:
         Progress(),
         with_optimizer=False,
         files=source.header.files,
+        inside_whole=_is_whole(found),
     )
 
 

@@ -3,8 +3,9 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
@@ -20,6 +21,11 @@ from megatron_lite.settings.sizes import LONGEST_UNASKED
 
 DTYPES = ("bf16", "fp16", "fp32")
 QUANTIZED = ("q8_0",)
+TIMEOUT_MINUTES = 10.0
+ONE_PROCESS: Mapping[str, Any] = {
+    "tp": 1, "pp": 1, "ep": 1, "distributed_backend": None, "distributed_timeout_minutes": TIMEOUT_MINUTES,
+}  # fmt: skip
+"""Values of the flags of the layout for a command without them."""
 
 
 class Parser(FlagParser):
@@ -39,19 +45,30 @@ def make_parser(
     needs_model: bool = True,
     quantizes: bool = True,
     adapts: bool = True,
+    has_rows: bool = True,
+    has_length: bool = True,
+    has_layout: bool = True,
 ) -> Parser:
     """Return a parser with the flags for the model and its layout.
 
-    quantizes: whether it has --quantize. adapts: whether it has --adapter.
+    quantizes: whether it has --quantize. adapts: whether it has --adapter. has_rows: whether it has --slots.
+    has_length: whether it has --max-length. has_layout: False for a command that computes in one process.
     """
     parser = Parser(
         prog=f"megatron-lite {command}", description=description, epilog=f"examples:\n{examples}", allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.set_defaults(
-        training=None, stream_weights=False, quantize=None, draft_tokens=0, adapter=[]
+        training=None,
+        stream_weights=False,
+        quantize=None,
+        draft_tokens=0,
+        adapter=[],
+        slots=None,
+        max_length=None,
     )
-    add = parser.add_argument_group("model").add_argument
+    group = parser.add_argument_group("model")
+    add = group.add_argument
     add(
         "--load",
         required=needs_model,
@@ -73,19 +90,32 @@ def make_parser(
             choices=QUANTIZED,
             help="round the matrices to int8 while they are loaded, and multiply in int8, on a CPU (off)",
         )
-    add(
-        "--slots",
-        type=int,
-        default=8,
-        metavar="N",
-        help="rows that each data-parallel rank generates at the same time (8)",
-    )
-    add(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help=f"tokens of a row, prompt and answer (the model's positions, at most {LONGEST_UNASKED})",
-    )
+    if has_rows:
+        add(
+            "--slots",
+            type=int,
+            default=8,
+            metavar="N",
+            help="rows that each data-parallel rank computes at the same time (8)",
+        )
+    if has_length:
+        add(
+            "--max-length",
+            type=int,
+            metavar="N",
+            help=f"tokens of a row, prompt and answer (the model's positions, at most {LONGEST_UNASKED})",
+        )
+    _add_tokenizer(group)
+    if has_layout:
+        _add_layout(parser)
+    else:
+        parser.set_defaults(**ONE_PROCESS)
+    return parser
+
+
+def _add_tokenizer(group: argparse._ArgumentGroup) -> None:
+    """Add the flags of the tokenizer."""
+    add = group.add_argument
     add(
         "--tokenizer-type",
         choices=TYPES,
@@ -104,6 +134,10 @@ def make_parser(
         help="vocabulary of a GPT-2 or BERT tokenizer",
     )
     add("--merge-file", type=local_word, metavar="PATH", help="merges of a GPT-2 tokenizer")
+
+
+def _add_layout(parser: Parser) -> None:
+    """Add the flags of the ranks."""
     add = parser.add_argument_group(
         "parallelism (torchrun or srun starts tp x pp processes)"
     ).add_argument
@@ -142,11 +176,10 @@ def make_parser(
     add(
         "--distributed-timeout-minutes",
         type=float,
-        default=10.0,
+        default=TIMEOUT_MINUTES,
         metavar="X",
-        help="give up on a silent rank after (10)",
+        help=f"give up on a silent rank after ({TIMEOUT_MINUTES:g})",
     )
-    return parser
 
 
 def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:

@@ -149,7 +149,7 @@ class OpenedEngine:
 
 def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Place) -> Opened:
     """Open the model. Collective. Raises CheckpointError."""
-    if given.slots < 1:
+    if given.slots is not None and given.slots < 1:
         raise UsageError(f"--slots {given.slots} must be 1 or more")
     found = open_engine(given, parallel, place)
     names = () if found.adapters is None else found.adapters.names
@@ -167,17 +167,19 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
 
 
 def _model(given: argparse.Namespace, found: OpenedEngine) -> EngineModel:
-    """Return the model that generates, with memory for all slots. Collective. Raises UsageError if it can't draft."""
+    """Return the model, with memory for the rows that it generates. Collective. Raises UsageError if it can't draft."""
     drafts: int = given.draft_tokens
+    # A command without --slots may generate nothing.
+    slots: int = given.slots or 0
     if drafts == 0:
-        return EngineModel(found.engine, given.slots, found.length, found.adapters)
+        return EngineModel(found.engine, slots, found.length, found.adapters)
     if drafts < 0:
         raise UsageError(f"--draft-tokens {drafts} must be 0 or more")
     if given.stream_weights or found.adapters is not None:
         raise UsageError(
             "--draft-tokens excludes --stream-weights and --adapter; leave one of them out"
         )
-    return DraftingModel(found.engine, given.slots, found.length, drafts)
+    return DraftingModel(found.engine, slots, found.length, drafts)
 
 
 def open_engine(
@@ -185,10 +187,13 @@ def open_engine(
     parallel: Parallel,
     place: launch.Place,
     merged: Sequence[AdapterChoice] = (),
+    *,
+    most: int = LONGEST_UNASKED,
 ) -> OpenedEngine:
     """Open the checkpoint, its tokenizer and an engine with its weights. Collective. Raises CheckpointError.
 
     merged: adapters to merge into the weights, which thereby become those of the start.
+    most: the most tokens of a row without --max-length.
     """
     start = once_a_node(lambda: _start(given.load, merged), place.node)
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
@@ -200,7 +205,7 @@ def open_engine(
         _check_flags_of_model(given.training, config, given.load)
     if given.dtype:
         dtype = _TORCH[given.dtype]
-    length = given.max_length or min(config.max_positions, LONGEST_UNASKED)
+    length = given.max_length or min(config.max_positions, most)
     if not place.rank:
         _warn_of_length(length, config)
     tensors = {key.name: tensor for key, tensor in start.tensors.items()}

@@ -5,14 +5,13 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from formats.wording import counted
 from megaconv.commands.forward_pass import MAX_MEMORY
 from megaconv.engine.chosen_layers import require_choosable, with_layers
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
-from megaconv.families import family, has_text_only
+from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import OpenedSource
 from megaconv.options.values import byte_size
@@ -32,6 +31,8 @@ class Ranking:
 
     place: str
     """The model, for commands."""
+    inside_whole: bool
+    """True if the layers are those of the language model of a multimodal model."""
     influence: Influence
     block: range
     """The consecutive layers of the least change that can be left out."""
@@ -84,8 +85,7 @@ class Ranking:
         return f"{len(self.block)} consecutive layers of the least change: {numbers}"
 
     def _command(self, left_out: Sequence[int]) -> str:
-        path = Path(self.place)
-        part = " --text-only" if path.is_dir() and has_text_only(path) else ""
+        part = " --text-only" if self.inside_whole else ""
         layers = self._kept(left_out)
         return (
             f"megaconv convert {shlex.quote(self.place)} pruned --saver hf{part} --layers {layers}"
@@ -115,13 +115,10 @@ def ranges(numbers: Sequence[int]) -> str:
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
 
-    if (given.tp, given.pp, given.ep) != (1, 1, 1):
-        raise UsageError("rank-layers computes in one process; leave --tp, --pp and --ep out")
-
     def work(parallel: Parallel, place: launch.Place) -> None:
         if place.world > 1:
             raise UsageError("rank-layers computes in one process; start it without torchrun")
-        opened = open_engine(given, parallel, place)
+        opened = open_engine(given, parallel, place, most=given.seq_length)
         _show(_ranked(given, opened), as_json=given.json)
 
     run_on_ranks(given, work)
@@ -143,9 +140,9 @@ def _ranked(given: argparse.Namespace, opened: OpenedEngine) -> Ranking:
     )
     left_out = _left_out(given.leave_out, config)
     template = read_template(given.chat_template)
-    length = min(given.seq_length, opened.length)
     samples = require_known(
-        read_samples(given.data, opened.tokenizer, given.samples, length, template), config.vocab
+        read_samples(given.data, opened.tokenizer, given.samples, opened.length, template),
+        config.vocab,
     )
     rows = [tuple(sample.tolist()) for sample in samples]
     limit = byte_size(given.max_memory or MAX_MEMORY, "--max-memory ")
@@ -179,7 +176,8 @@ def _proposed(place: str, opened: OpenedEngine, influence: Influence, left_out: 
         reason = refusal(block)
         if reason is None:
             single = influence.least_layers(left_out)
-            return Ranking(place, influence, block, [] if refusal(single) else single)
+            others = [] if refusal(single) else single
+            return Ranking(place, opened.start.inside_whole, influence, block, others)
         reasons.append(reason)
     raise NotExpressible(
         f"no {counted(left_out, 'consecutive layer')} can be left out: {reasons[0]}"

@@ -48,7 +48,9 @@ def main(given: argparse.Namespace) -> None:
         raise UsageError(f"--output {output}: there is no directory {output.parent}")
 
     def work(parallel: Parallel, place: launch.Place) -> None:
-        opened = open_engine(given, parallel, place, adapter_choices(given.merged))
+        opened = open_engine(
+            given, parallel, place, adapter_choices(given.merged), most=given.seq_length
+        )
         _calibrate(given, opened, place, output)
 
     run_on_ranks(given, work)
@@ -58,8 +60,7 @@ def _calibrate(
     given: argparse.Namespace, opened: OpenedEngine, place: launch.Place, output: Path
 ) -> None:
     _refuse_states(opened)
-    length = min(given.seq_length, opened.length)
-    samples = all_or_none(lambda: _samples(given, opened, length))
+    samples = all_or_none(lambda: _samples(given, opened, opened.length))
     batches = _batches(samples, given.slots)
     found = list(matrices(opened.engine))
     measured = _measure(opened, found, batches, awq=given.awq)

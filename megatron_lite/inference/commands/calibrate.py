@@ -18,6 +18,7 @@ def parser() -> Parser:
         EXAMPLES,
         quantizes=False,
         adapts=False,
+        has_length=False,
     )
     group = made.add_argument_group("calibration")
     add_samples(group, samples=512)

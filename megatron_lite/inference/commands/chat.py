@@ -23,7 +23,8 @@ RAW_HELP = "The model continues each line. An empty line is a text without a pro
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = make_parser("chat", f"Talk with a model. {HELP}", EXAMPLES)
+    made = make_parser("chat", f"Talk with a model. {HELP}", EXAMPLES, has_rows=False)
+    made.set_defaults(slots=1)
     made.add_argument(
         "--system", metavar="TEXT", help="a message of the system in front of all others"
     )

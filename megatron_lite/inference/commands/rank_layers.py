@@ -16,6 +16,9 @@ def parser() -> Parser:
         EXAMPLES,
         quantizes=False,
         adapts=False,
+        has_rows=False,
+        has_length=False,
+        has_layout=False,
     )
     made.set_defaults(stream_weights=True)
     group = made.add_argument_group("measurement")

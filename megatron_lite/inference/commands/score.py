@@ -13,6 +13,8 @@ def parser() -> Parser:
         "score",
         "Log-probabilities of given tokens, each given those before it in its row.",
         EXAMPLES,
+        has_rows=False,
+        has_length=False,
     )
     made.add_argument(
         "--input", required=True, type=local_word, metavar="FILE",

@@ -224,6 +224,8 @@ def test_a_model_without_a_template_takes_one_from_a_file(
     [
         (("--tp", 2, "--awq"), "--awq: the search needs whole matrices"),
         (("--samples", 0), "--samples takes 1 or more"),
+        (("--seq-length", 1), "--seq-length 2 or more"),
+        (("--max-length", 64), "--max-length"),
         (("--slots", 0), "--slots 0 must be 1 or more"),
     ],
 )

@@ -13,7 +13,8 @@ import torch
 
 from megaconv.terminal import one_line
 from megatron_lite.cli import main
-from megatron_lite.inference import batching, sampling
+from megatron_lite.inference import batching, opening, sampling
+from megatron_lite.inference.model import EngineModel
 from megatron_lite.processes import launch
 from tests.trainer.inference.conversations import decoded, save
 from tests.trainer.inference.models import slots_of
@@ -151,6 +152,40 @@ def test_generate_prints_beams(model: tuple[Path, Any], capfd: pytest.CaptureFix
     assert [line[11:] for line in capfd.readouterr().out.splitlines()] == [
         one_line("Hello" + decoded(directory, row)) for row in rows
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [("score --input {rows} --output {out}", 0), ("chat --max-new-tokens 2", 1)],
+)
+def test_a_command_has_memory_for_the_rows_that_it_generates(
+    model: tuple[Path, Any],
+    words: str,
+    rows: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """score generates none, and chat one at a time."""
+    sizes = []
+
+    class Recorded(EngineModel):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            sizes.append(self.cache.bytes())
+
+    monkeypatch.setattr(opening, "EngineModel", Recorded)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("how are you\n"))
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"tokens": [1, 2, 3]}')
+    command, *more = words.format(rows=file, out=tmp_path / "out").split()
+    assert run(command, model[0], *more) == 0
+    assert run("generate", model[0], "how", "--max-new-tokens", 1, "--slots", 1) == 0
+    alone, of_a_row = sizes
+    assert alone == rows * of_a_row
+    for flag in ("--slots", "--max-length")[: 2 - rows]:
+        assert run(command, model[0], *more, flag, 3) == 2
+        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])

@@ -18,10 +18,12 @@ from transformers import (
 )
 
 import megaconv
+from megaconv import hub
 from megatron_lite.inference.ranking import ranges
 from megatron_lite.processes import launch
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.inference.test_commands import run
+from tests.trainer.multimodal import create
 
 LAYERS = 6
 
@@ -159,6 +161,9 @@ def test_the_lines_have_commands(
         ("--leave-out 0", "--leave-out 0: the model has 6 layers"),
         ("--max-memory 10KB", "--max-memory 10,"),
         ("--samples 0", "--samples takes 1 or more"),
+        ("--seq-length 0", "--seq-length 2 or more"),
+        ("--seq-length 1", "--seq-length 2 or more"),
+        ("--seq-length -5", "--seq-length 2 or more"),
     ],
 )
 def test_wrong_numbers_are_refused(
@@ -188,9 +193,46 @@ def test_a_name_with_a_blank_is_quoted(
     assert f"megaconv convert '{tmp_path}/my model' pruned" in capsys.readouterr().out
 
 
+def test_a_multimodal_model_of_the_hub_is_converted_by_its_language_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "whole"
+    create("qwen2_vl", directory)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a cat"}')
+    monkeypatch.setattr(hub, "_fetch", lambda *_, **__: directory)
+    assert run("rank-layers", "org/whole", "--data", texts, "--leave-out", 1) == 0
+    expected = "megaconv convert org/whole pruned --saver hf --text-only --layers "
+    assert expected in capsys.readouterr().out
+
+
 def test_layouts_are_refused(model: Path, texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("rank-layers", model, "--data", texts, "--tp", 2) == 2
-    assert "rank-layers computes in one process; leave --tp" in capsys.readouterr().err
+    for words in ("--tp 2", "--slots 4", "--max-length 64", "--distributed-backend gloo"):
+        assert run("rank-layers", model, "--data", texts, *words.split()) == 2
+        assert f"unrecognized arguments: {words}" in capsys.readouterr().err
+
+
+def test_help_lists_only_flags_that_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rank-layers", "--help") == 0
+    listed = capsys.readouterr().out
+    assert "--seq-length" in listed
+    for flag in ("--tp", "--pp", "--ep", "--slots", "--max-length", "--distributed", "parallelism"):
+        assert flag not in listed
+
+
+def test_a_sample_may_have_all_positions_of_the_model(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"text": "the cat sat on the mat " * 1000}))
+    assert ranked(capsys, model, "--data", long, "--seq-length", 200)["tokens"] == 199
+    assert ranked(capsys, model, "--data", long, "--seq-length", 1000)["tokens"] == 255
+    shutil.copytree(model, tmp_path / "longer")
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = 8192
+    (tmp_path / "longer" / "config.json").write_text(json.dumps(config))
+    found = ranked(capsys, tmp_path / "longer", "--data", long, "--seq-length", 4500)
+    assert found["tokens"] == 4499
 
 
 def test_only_layers_without_which_a_model_remains_are_proposed(
