@@ -1,6 +1,7 @@
 """Megatron's `torch` checkpoint: one torch-saved file per model-parallel rank.
 
     <root>/latest_checkpointed_iteration.txt        `5`, or `release`
+    <root>/best_checkpointed_iteration.txt          `5`: that with the lowest validation loss; megatron_lite writes it
     <root>/iter_0000005/mp_rank_01_002/model_optim_rng.pt        (tensor rank 1, pipeline rank 2)
     <root>/iter_0000005/mp_rank_01_002_000/...                   (with an expert rank, if expert parallelism is used)
 
@@ -18,6 +19,7 @@ from formats.opened import not_recorded
 from formats.regular_files import read_small
 
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST = "best_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 RELEASE = "release"
@@ -44,6 +46,11 @@ def iteration_directory(iteration: int | None) -> str:
 def is_version(name: str) -> bool:
     """True if a directory has the name of an iteration."""
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
+
+
+def is_number(word: str) -> bool:
+    """True if a tracker's word can be the number of an iteration."""
+    return word.isdecimal() and len(word) <= 18
 
 
 def directory_with(name: str, place: Path) -> Path:
@@ -87,7 +94,7 @@ def find_version(path: Path) -> Path | None:
         with not_recorded():
             # A running job may change the tracker meanwhile. The iteration that is read stays the same.
             word = read_small(tracker, TRACKER_BYTES).decode("utf-8", "replace").strip()
-        if word != RELEASE and not (word.isdecimal() and len(word) <= 18):
+        if word != RELEASE and not is_number(word):
             # The message doesn't repeat the content: the tracker may be a link to a private file.
             raise CorruptCheckpoint(
                 f"{tracker}: should hold an iteration number or `release`, found {len(word)} characters of something else"

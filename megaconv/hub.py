@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from formats import rank_files
 from formats.regular_files import read_small
 from megaconv import hub_headers
+from megaconv.best_iteration import with_best
 from megaconv.errors import CheckpointError, UnknownFormat, UsageError
 from megaconv.hub_settings import answer_seconds
 from megaconv.local_paths import UNEXPANDED, is_unexpanded, local_path
@@ -72,9 +73,11 @@ def scheme_of(uri: str) -> str:
 
 
 def resolve(place: str | Path, *, cache: bool = False) -> Place:
-    """The local path of an input. A Hub id, and a URI of a store, become a directory of stand-ins, whose bytes are fetched
-    when they are read. Small files of the Hub, and weights that are there already, are read from the Hub's own cache.
-    Any other URI is returned unchanged. The path is valid until the process ends.
+    """The local path of an input, for `RUN/best` that of the best iteration (best_iteration.py).
+
+    A Hub id, and a URI of a store, become a directory of stand-ins, whose bytes are fetched when they are read. Small
+    files of the Hub, and weights that are there already, are read from the Hub's own cache. Any other URI is returned
+    unchanged. The path is valid until the process ends.
 
     A Path is always treated as a path, even if it looks like a URI or a Hub id.
     cache: download all files of a Hub id into the cache.
@@ -83,10 +86,10 @@ def resolve(place: str | Path, *, cache: bool = False) -> Place:
     Raises CheckpointError.
     """
     if isinstance(place, Path):
-        return _in_cache(place)
+        return _in_cache(Path(with_best(str(place))))
     if not place:
         raise UsageError("the path to read is empty; is a variable unset that it was made of?")
-    place = _of_page(place)
+    place = with_best(_of_page(place))
     if is_store(place):
         return stand_in(place)
     if not place.startswith(_SCHEME):
@@ -119,7 +122,7 @@ def require_input(place: str) -> None:
     is_elsewhere = (
         bool(scheme_of(place)) or place.startswith(_SCHEME) or bool(_NAME.fullmatch(place))
     )
-    if place and not is_elsewhere and not Path(place).exists():
+    if place and not is_elsewhere and not Path(with_best(place)).exists():
         raise nothing_at(Path(place))
 
 

@@ -34,7 +34,6 @@ from megatron_lite.checkpoint.together import SaveError
 from megatron_lite.processes.long_work import on_rank_0
 
 SIDECARS = "hf"
-BEST = "best_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _PARTIAL = re.compile(r"\.iter_\d{7,}\.partial")
 _REPLACED = re.compile(r"\.iter_\d{7,}\.replaced")
@@ -195,7 +194,7 @@ class Saver:
     def _tidy(self, newest: int) -> None:
         """Write which iteration is the best, and remove those beyond --keep-last. Only rank 0 does. newest: the last one."""
         if self.best is not None:
-            self._put(BEST, str(self.best).encode())
+            self._put(rank_files.BEST, str(self.best).encode())
         self._prune(newest)
 
     def _put(self, name: str, content: bytes) -> None:
@@ -225,7 +224,7 @@ class Saver:
     def recorded_best(self) -> int | None:
         """Return the best iteration that a run has recorded; None if there is none."""
         try:
-            word = self._get(BEST)
+            word = self._get(rank_files.BEST)
         except OSError:
             return None
         return int(word) if word.isdigit() else None

@@ -13,7 +13,7 @@ from megatron_lite.commands.catalog import OTHERS
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
 from megatron_lite.settings.arguments import DESCRIPTIONS, make_parser, parse
-from megatron_lite.settings.early_checks import check_load
+from megatron_lite.settings.early_checks import check_load, with_best_iterations
 from megatron_lite.settings.help_text import short_help
 from megatron_lite.settings.short_form import ShortForm, positionals
 
@@ -109,6 +109,7 @@ def _train(command: str, words: list[str]) -> None:
         _help_if_asked(command, words)
         short = _short_form(words) if command == "finetune" else None
         settings, ignored = parse(command, words if short is None else words[2:], short)
+        settings = with_best_iterations(settings)
         check_load(settings)
         require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:

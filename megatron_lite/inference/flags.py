@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NoReturn
 
+from megaconv.best_iteration import with_best
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
 from megaconv.hub import require_input
@@ -332,6 +333,7 @@ def command(
             parse_with_training_flags(parser, words) if of_training else parser.parse_args(words)
         )
         if given.load is not None:
+            given.load = with_best(given.load)
             require_input(given.load)
         require_torch(parser.prog, extras)
         import_module(module).main(given)

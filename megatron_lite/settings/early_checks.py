@@ -1,9 +1,34 @@
 """Checks that need no torch. They refuse a mistake at once; to import torch takes seconds."""
 
 import os
+from dataclasses import replace
 
+from megaconv.best_iteration import with_best
 from megaconv.hub import require_input
 from megatron_lite.settings.config import Settings
+
+_INPUTS = (
+    ("checkpointing", "load"),
+    ("distilling", "teacher_load"),
+    ("lora", "lora_load"),
+    ("tasks", "pretrained_checkpoint"),
+    ("retrieval", "bert_load"),
+)
+"""(part of the settings, field) of the models that a run may start from."""
+
+
+def with_best_iterations(settings: Settings) -> Settings:
+    """Return the settings with the iteration in place of each `RUN/best`: a later run may have another best one.
+
+    Raises CheckpointError.
+    """
+    for subject, name in _INPUTS:
+        part = getattr(settings, subject)
+        given = getattr(part, name)
+        if given is not None:
+            changed = replace(part, **{name: with_best(given)})
+            settings = replace(settings, **{subject: changed})
+    return settings
 
 
 def check_load(settings: Settings) -> None:

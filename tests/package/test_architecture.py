@@ -47,6 +47,7 @@ ROOMS = {
         ("megaconv.model",),
         ("megaconv.signatures",),
         (
+            "megaconv.best_iteration",
             "megaconv.hub",
             "megaconv.hub_headers",
             "megaconv.hub_settings",

@@ -9,6 +9,7 @@ import torch
 
 from formats import partial_files
 from formats.stores import windows
+from megaconv.best_iteration import with_best
 from megaconv.engine.conversion import fingerprint
 from megaconv.options import LoadOptions
 from tests.conftest import FIXTURES
@@ -42,6 +43,32 @@ def same_from_the_store(store: Proxy, source: Path, options: LoadOptions | None 
 @pytest.mark.parametrize("name", ["core", "gguf"])
 def test_a_format_reads_from_a_store_as_from_the_disk(store: Proxy, name: str) -> None:
     same_from_the_store(store, FIXTURES / FORMATS[name])
+
+
+def test_the_best_iteration_of_a_run_is_read(store: Proxy, tmp_path: Path) -> None:
+    source = FIXTURES / FORMATS["core"]
+    (version,) = source.glob("iter_*")
+    root = put(store, source, "run")
+    record = tmp_path / "best_checkpointed_iteration.txt"
+    message = f"{root}/best: there is no {root}/{record.name}, which a run with --keep-best writes"
+    assert_refused(run("inspect", f"{root}/best"), 2, message)
+    for word, found in (
+        (version.name[5:], version.name),
+        ("11", None),
+        ("x", None),
+        ("5" * 999, None),
+    ):
+        record.write_text(word)
+        put(store, record, f"run/{record.name}")
+        if found is None:
+            assert_refused(run("inspect", f"{root}/best"), 3, f"{root}/{record.name}: ")
+        else:
+            assert with_best(f"{root}/best/") == f"{root}/{found}"
+            assert fingerprint(f"{root}/best") == fingerprint(version)
+
+
+def test_a_model_with_the_name_of_the_best_iteration_is_read(store: Proxy) -> None:
+    assert fingerprint(put(store, LLAMA, "run/best")) == fingerprint(LLAMA)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import megaconv
+from megaconv.hub import resolve
 from tests.trainer.loop.launches import metrics, train
 from tests.trainer.loop.test_manners import refused
 
@@ -61,6 +62,20 @@ def test_the_best_checkpoint_is_kept_beside_the_last(
         f"lowest validation loss: {min(losses):.5f}, after step {best}, kept as ckpt/iter_{best:07}"
         in log
     )
+    assert resolve(f"{tmp_path}/ckpt/best") == tmp_path / "ckpt" / f"iter_{best:07}"
+
+
+def test_a_run_starts_from_the_best_checkpoint_of_another(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    train(tmp_path, 1, f"{WORDS} --train-iters 8 --keep-best --keep-last 1")
+    best = recorded(tmp_path)
+    again = WORDS.replace(str(BASE), "ckpt/best").replace("--save ckpt", "--save again")
+    log = train(tmp_path, 1, f"{again} --train-iters 1").log(0)
+    assert f"weights of ckpt/iter_{best:07} " in log
+    log = train(
+        tmp_path, 1, f"{again.replace('finetune', 'pretrain', 1)} --train-iters 9 --save on"
+    ).log(0)
+    assert f"continuing after step {best}" in log
 
 
 def test_a_run_that_goes_on_compares_with_the_earlier_evaluations(tmp_path: Path) -> None:
