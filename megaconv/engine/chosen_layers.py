@@ -18,7 +18,7 @@ from megaconv.errors import (
 from megaconv.families import family
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header, Key, Source
+from megaconv.model.ir import WEIGHT, Header, Key, Source, main_dtype
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.table import canonical_shapes
 
@@ -61,7 +61,8 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
     }
     made = replace(
         header,
-        config=config,
+        # transformers loads all weights in this dtype. That of the whole model might round most of those that stay.
+        config=replace(config, dtype=main_dtype(manifest)),
         manifest=manifest,
         layout=_layout(header.layout, header.config, config),
         shifts=shifts,

@@ -17,7 +17,7 @@ from megaconv.families import family
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.whole_model import with_values
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.ir import Header, Key, Source, TensorInfo, main_dtype
 from megaconv.model.table import canonical_shapes
 from megaconv.options.vocabulary import MEAN, PIECES, ZERO, VocabularyChoice
 from megaconv.values.cast import FLOATS
@@ -80,10 +80,12 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     if chosen.new_rows == PIECES and tokenizer is not None:
         pieces = tokenizer.pieces(changed, before)
     tables = _tables(header, chosen.asked) if before != after or filled else []
+    manifest = _manifest(header, tables, after)
+    config = _config(_with_tokens(header.config, after, tokens), header.config, special)
     made = replace(
         header,
-        config=_config(_with_tokens(header.config, after, tokens), header.config, special),
-        manifest=_manifest(header, tables, after),
+        config=replace(config, dtype=main_dtype(manifest)),
+        manifest=manifest,
         padded_vocab=header.padded_vocab if before == after else None,
         read_otherwise=header.read_otherwise | frozenset(tables),
     )

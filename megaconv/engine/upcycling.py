@@ -23,7 +23,7 @@ from megaconv.input import Input
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED
-from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, main_dtype
 from megaconv.model.meaning import require_kept
 from megaconv.model.subjects import Experts
 from megaconv.model.table import canonical_shapes
@@ -106,7 +106,7 @@ def with_experts(
     is_altered = bool(models) or chosen.granularity > 1
     made = replace(
         header,
-        config=config,
+        config=replace(config, dtype=main_dtype(manifest)),
         manifest=manifest,
         layout=header.layout and replace(header.layout, etp=header.layout.tp),
         read_otherwise=header.read_otherwise | frozenset(origins if is_altered else ()),

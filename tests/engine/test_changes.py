@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from tests.engine.test_new_tokenizer import write_tokenizer
@@ -88,3 +90,29 @@ def test_the_model_that_differences_are_added_to_has_no_share(llama: Path, tmp_p
         "method": "ties",
         "models": [{"model": str(llama), "share": None}, {"model": str(other), "share": 0.5}],
     }
+
+
+@pytest.mark.parametrize(
+    ("wide", "change"),
+    [
+        ((".layers.1.", "embed", "lm_head"), {"layers": "1"}),
+        ((".mlp.",), {"num_experts": 8}),
+        (("embed", "lm_head"), {"vocab_size": 2000}),
+    ],
+)
+def test_config_json_has_the_dtype_of_most_of_the_changed_weights(
+    wide: tuple[str, ...], change: dict[str, Any], tmp_path: Path
+) -> None:
+    """As of any model that megaconv reads. transformers loads all weights in this dtype."""
+    mixed = write_llama(tmp_path / "mixed", layers=8, hidden=64, ffn=16)
+    file = mixed / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if any(map(name.count, wide)):
+            tensors[name] = tensors[name].float()
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert megaconv.inspect(mixed).header.config.dtype == "bfloat16"
+    megaconv.convert(mixed, tmp_path / "out", saver="hf", **change)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("torch_dtype", config.get("dtype")) == "float32"
+    assert megaconv.inspect(tmp_path / "out").header.config.dtype == "float32"

@@ -1,6 +1,7 @@
 """`convert --layers`: layers left out, repeated and reordered, in all formats; and what is refused."""
 
 import json
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from megaconv.engine.chosen_layers import with_layers
@@ -136,6 +137,29 @@ def test_the_logits_are_those_of_transformers_without_these_layers(
     found = oracle.compute(oracle.load(tmp_path / "out"), tokens)
     expected = logits_of_layers(tmp_path / "hf", [0, 3, 2], tokens)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.oracle
+def test_transformers_does_not_round_layers_of_another_dtype_than_the_whole_model(
+    llama: Path, tmp_path: Path
+) -> None:
+    """It loads all weights in the dtype that config.json names."""
+    from transformers import AutoModelForCausalLM
+
+    mixed = shutil.copytree(llama, tmp_path / "mixed")
+    file = mixed / "model.safetensors"
+    wide = (".layers.1.", "embed", "lm_head")
+    tensors = {
+        name: torch.randn(tensor.shape).to(torch.float32 if any(map(name.count, wide)) else torch.bfloat16)
+        for name, tensor in load_file(file).items()
+    }  # fmt: skip
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert megaconv.inspect(mixed).header.config.dtype == "bfloat16"
+    megaconv.convert(mixed, tmp_path / "out", saver="hf", layers="1")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").state_dict()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, tensors[name.replace(".layers.0.", ".layers.1.")]), name
 
 
 def test_layers_are_chosen_between_all_formats(llama: Path, tmp_path: Path) -> None:
