@@ -123,7 +123,7 @@ class ExampleData(TrainingData):
 
     @property
     def reader(self) -> ImageReader | None:
-        """The reader of the images; None if there are none."""
+        """See TrainingData."""
         for examples in (self.train, self.valid):
             if examples is not None and examples.images is not None and examples.images.placed:
                 return examples.images.reader

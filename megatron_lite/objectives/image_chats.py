@@ -4,7 +4,7 @@ from megatron_lite.checkpoint.restore import Start
 from megatron_lite.data.datasets import check_sources
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
-from megatron_lite.objectives.examples import ExampleData, read_examples_of
+from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_feeder import image_reader, multimodal_model, with_encoder
 from megatron_lite.objectives.objective import Objective
@@ -28,5 +28,4 @@ class ImageChats(Objective):
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
     ) -> Feeder:
         """Return the object that makes microbatches, with the encoder on each rank that computes the first layers."""
-        assert isinstance(data, ExampleData)
         return with_encoder(super().feeder(engine, start, data, setup), engine, data.reader, setup)

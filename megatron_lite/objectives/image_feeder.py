@@ -39,7 +39,7 @@ def with_encoder(
     """
     if reader is None:
         return plain
-    require_same_width(reader, setup.config)
+    require_same_width(reader, engine.config)
     encoder = None
     if _reads_images(engine, deepest(reader.config)):
         encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
@@ -49,7 +49,7 @@ def with_encoder(
             f"the encoder of {reader.directory} reads the images: {encoder.parameters:,} parameters on this rank, not trained"
         )
     reader.keeps_ready = encoder is not None
-    axes = axes_tensor(reader, setup.config)
+    axes = axes_tensor(reader, engine.config)
     return ImageFeeder(
         **vars(plain),
         reader=reader,

@@ -11,8 +11,10 @@ from megatron_lite.engine import Engine
 from megatron_lite.inference.prompts import stop_ids
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import image_reader
+from megatron_lite.objectives.prompt_images import PromptImages
 from megatron_lite.objectives.prompts import PromptData, prompts_of
-from megatron_lite.objectives.rollouts import CompletingFeeder, padded_rows
+from megatron_lite.objectives.rollouts import CompletingFeeder
 from megatron_lite.objectives.sampler import Sampler
 from megatron_lite.objectives.taught import Taught
 from megatron_lite.objectives.teacher import TaughtFeeder
@@ -31,8 +33,10 @@ class TaughtCompletions(Taught):
 
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         """Read the prompts. Raises UsageError, CorruptCheckpoint."""
-        train, valid = prompts_of(settings, tokenizer)
-        return PromptData(train, valid, (), settings.grpo.max_completion_length, generations=1)
+        images = image_reader(settings)
+        train, valid = prompts_of(settings, tokenizer, images)
+        longest = settings.grpo.max_completion_length
+        return PromptData(train, valid, (), longest, generations=1, images=images)
 
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
@@ -40,6 +44,8 @@ class TaughtCompletions(Taught):
         """Return the object that samples completions with the engine's weights, and loads the teacher."""
         assert isinstance(data, PromptData)
         taught = super().feeder(engine, start, data, setup)
+        assert isinstance(taught, TaughtFeeder)
+        images = PromptImages.of(taught.learned, data.prompts)
         settings = setup.settings
         sampler = Sampler(
             engine,
@@ -48,8 +54,9 @@ class TaughtCompletions(Taught):
             data.rewards,
             replace(settings.grpo, num_generations=data.generations),
             settings.training.seed,
+            images,
         )
-        return TaughtCompleter(**vars(taught), prompts=data.prompts, sampler=sampler)
+        return TaughtCompleter(**vars(taught), prompts=data.prompts, sampler=sampler, images=images)
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
         return Microbatch(batch["tokens"], batch["labels"], batch["loss_mask"])
@@ -63,5 +70,4 @@ class TaughtCompleter(CompletingFeeder, TaughtFeeder):
         """See Feeder.updates."""
         asked = self.asked(batch)
         completions = self.sampler.complete(asked, consumed)
-        rows = padded_rows([prompt.ids for prompt in asked], completions.ids)
-        yield self.microbatches(self.own_rows(rows, batch))
+        yield self.microbatches(self.own_rows(self.rows(asked, completions), batch))

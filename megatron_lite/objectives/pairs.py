@@ -12,7 +12,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.objectives.compared import Compared
-from megatron_lite.objectives.examples import ExampleData, read_examples_of
+from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.pair_loss import FIGURES, REFERENCE, PairLoss, Preference
@@ -45,7 +45,6 @@ class Pairs(Compared):
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
     ) -> Feeder:
         """See Objective.feeder. Questions may have images."""
-        assert isinstance(data, ExampleData)
         return with_encoder(super().feeder(engine, start, data, setup), engine, data.reader, setup)
 
     def load(

@@ -18,7 +18,7 @@ from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.lora.attached import without_adapters
 from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_feeder import ImageFeeder, image_reader, with_encoder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.policy_loss import ADVANTAGES, Policy, PolicyLoss
 from megatron_lite.objectives.prompt_images import PromptImages
@@ -87,10 +87,7 @@ class Completed(Objective):
         assert isinstance(data, PromptData)
         settings = setup.settings
         plain = super().feeder(engine, start, data, setup)
-        encoding = with_encoder(plain, engine, data.reader, setup)
-        images = (
-            PromptImages.of(encoding, data.prompts) if isinstance(encoding, ImageFeeder) else None
-        )
+        images = PromptImages.of(with_encoder(plain, engine, data.reader, setup), data.prompts)
         files = {} if start is None else start.files
         sampler = Sampler(
             engine,

@@ -14,6 +14,7 @@ from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.image_tokens import FIRST, tokens_of
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.shown_images import ShownImages, traits_of
+from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_feeder import PLACES, ImageFeeder
 from megatron_lite.objectives.prompts import Prompt
 
@@ -27,7 +28,10 @@ class PromptImages:
     """By number."""
 
     @classmethod
-    def of(cls, feeder: ImageFeeder, prompts: Iterable[Prompt]) -> "PromptImages":
+    def of(cls, feeder: Feeder, prompts: Iterable[Prompt]) -> "PromptImages | None":
+        """Return the images; None for a feeder without an encoder, because the prompts have no images."""
+        if not isinstance(feeder, ImageFeeder):
+            return None
         pictures = [picture for prompt in prompts for picture in prompt.pictures]
         return cls(feeder, {picture.number: picture for picture in pictures})
 

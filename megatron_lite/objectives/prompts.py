@@ -212,7 +212,7 @@ class PromptData(TrainingData):
 
     @property
     def reader(self) -> ImageReader | None:
-        """The reader of the images; None if there are none."""
+        """See TrainingData."""
         return self.images if any(prompt.pictures for prompt in self.prompts) else None
 
     @property

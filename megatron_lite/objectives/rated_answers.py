@@ -16,7 +16,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.moving import moved
 from megatron_lite.objectives.compared import Compared
-from megatron_lite.objectives.examples import ExampleData, read_examples_of
+from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.pair_loss import REFERENCE
@@ -48,7 +48,6 @@ class RatedAnswers(Compared):
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
     ) -> Feeder:
         """See Objective.feeder. Questions may have images."""
-        assert isinstance(data, ExampleData)
         plain = super().feeder(engine, start, data, setup)
         completing = with_encoder(plain, engine, data.reader, setup)
         return RatedFeeder(**vars(plain), engine=engine, completing=completing)

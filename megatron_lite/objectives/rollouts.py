@@ -29,10 +29,19 @@ class CompletingFeeder(Feeder):
     prompts: Sequence[Prompt]
     """By number."""
     sampler: Sampler
+    images: PromptImages | None = None
+    """The images of the prompts; None if there are none."""
 
     def asked(self, batch: Batch) -> list[Prompt]:
         """Return the prompts of the global batch in its order. Collective."""
         return [self.prompts[number] for number in self._of_all_ranks(batch["number"])]
+
+    def rows(self, asked: Sequence[Prompt], completions: Completions) -> dict[str, Tensor]:
+        """Return the arrays of the global batch, [rows, ...]; the completions of a prompt follow each other."""
+        generations = self.sampler.grpo.num_generations
+        prompts = [prompt.ids for prompt in asked for _ in range(generations)]
+        rows = padded_rows(prompts, completions.ids)
+        return rows if self.images is None else self.images.added(rows, asked, generations)
 
     def own_rows(self, arrays: Batch, batch: Batch) -> Batch:
         """Return this rank's part of arrays [rows, ...] of the global batch, whose prompts have adjacent rows."""
@@ -58,8 +67,6 @@ class Rollouts(CompletingFeeder):
 
     reference: LogProbs | None
     """Log-probabilities of the reference model; None without one."""
-    images: PromptImages | None = None
-    """The images of the prompts; None if there are none."""
 
     def updates(self, consumed: int, batch: Batch) -> Iterator[list[Microbatch]]:
         """See Feeder.updates. All updates have the same completions."""
@@ -71,7 +78,7 @@ class Rollouts(CompletingFeeder):
             yield microbatches
 
     def _arrays(self, asked: Sequence[Prompt], completions: Completions) -> dict[str, Tensor]:
-        """Return the arrays of the global batch, [rows, ...]; a group's rows follow each other."""
+        """Return the arrays of the global batch with what the loss compares and what is logged."""
         grpo = self.sampler.grpo
         weights = [reward.weight for reward in self.sampler.rewards]
         total = completions.rewards @ torch.tensor(weights, dtype=torch.float64)
@@ -88,11 +95,8 @@ class Rollouts(CompletingFeeder):
         }
         for column, reward in enumerate(self.sampler.rewards):
             figures[f"reward_{reward.name}"] = completions.rewards[:, column]
-        prompts = [prompt.ids for prompt in asked for _ in range(grpo.num_generations)]
-        rows = padded_rows(prompts, completions.ids)
-        if self.images is not None:
-            rows = self.images.added(rows, asked, grpo.num_generations)
-        return {**rows, **{name: values.float() for name, values in figures.items()}}
+        floats = {name: values.float() for name, values in figures.items()}
+        return {**self.rows(asked, completions), **floats}
 
     def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
         return made if self.images is None else self.images.feeder.completed(made, arrays)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
+from megatron_lite.data.datasets import check_sources
+from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.criterion import Criterion
@@ -15,9 +17,11 @@ from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
 from megatron_lite.models.purposes import refuse_taught
 from megatron_lite.models.teaching import combined
+from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
-from megatron_lite.objectives.teacher import TaughtFeeder, load_teacher
+from megatron_lite.objectives.teacher import TaughtFeeder, load_teacher, teacher_reader
 from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.parallel.payload import Payload
 from megatron_lite.settings.config import Settings
@@ -36,6 +40,13 @@ class Taught(Objective):
     def of(cls, settings: Settings, model_type: str) -> "Taught | None":
         return cls() if settings.distilling.teacher_load else None
 
+    def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
+        """See Objective.read. Chats may have images."""
+        if not settings.data.finetune_data:
+            return super().read(settings, tokenizer)
+        check_sources(settings.data)
+        return read_examples_of(settings, tokenizer, images=image_reader(settings))
+
     def criterion(self, settings: Settings) -> Criterion:
         asked = settings.distilling
         return TeacherLoss(
@@ -45,10 +56,17 @@ class Taught(Objective):
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
     ) -> Feeder:
-        """See Objective.feeder. It loads the teacher."""
+        """See Objective.feeder. It loads the teacher, and both encoders if there are images."""
         plain = super().feeder(engine, start, data, setup)
         assert setup.teacher is not None
-        return TaughtFeeder(**vars(plain), teacher=load_teacher(engine, setup.teacher, setup))
+        of_teacher = teacher_reader(setup.teacher, data.reader)
+        teacher = load_teacher(engine, setup.teacher, setup)
+        return TaughtFeeder(
+            **vars(plain),
+            teacher=teacher,
+            learned=with_encoder(plain, engine, data.reader, setup),
+            taught=with_encoder(plain, teacher, of_teacher, setup),
+        )
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
-from megaconv.errors import CheckpointError, LayoutError
+from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UsageError
+from megaconv.families import has_text_only
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.planning.model_size import parameter_count
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.weights import load_weights
 from megatron_lite.data.batches import Batch
+from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.feeder import Feeder
@@ -58,24 +61,54 @@ def _check(student: Engine, teacher: Start, setup: Setup) -> None:
         raise LayoutError(f"--teacher-load {teacher.path}: {error}") from None
 
 
-@dataclass(frozen=True)
+def teacher_reader(teacher: Start, own: ImageReader | None) -> ImageReader | None:
+    """Return the teacher's reader of the images that the student reads; None if there are none.
+
+    Raises UsageError for a teacher that reads no images, or that reads other tokens in their places.
+    """
+    if own is None:
+        return None
+    directory = Path(teacher.path)
+    if not has_text_only(directory):
+        raise UsageError(
+            f"--teacher-load {directory}: is no multimodal model, and --finetune-data has images; expected a directory with the "
+            "config.json and the weights of one"
+        )
+    reader = ImageReader(directory)
+    try:
+        own.followed_by(reader)
+    except (UsageError, NotExpressible) as error:
+        raise UsageError(f"--teacher-load {error}") from None
+    return reader
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaughtFeeder(Feeder):
     """Makes microbatches with the teacher's predictions."""
 
     teacher: Engine
+    learned: Feeder
+    """Makes microbatches with the images as the student reads them."""
+    taught: Feeder
+    """Makes the same microbatches with the images as the teacher reads them. Without images, it is the same object."""
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
         """See Feeder.microbatches. Collective."""
-        made = super().microbatches(batch)
-        return with_teaching(self.teacher, made)
+        learned = self.learned.microbatches(batch)
+        taught = None if self.taught is self.learned else self.taught.microbatches(batch)
+        return with_teaching(self.teacher, learned, taught)
 
 
-def with_teaching(teacher: Engine, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-    """Return the microbatches with the teacher's predictions, on the last stage. Collective."""
-    found = teacher.teaching(microbatches)
+def with_teaching(
+    teacher: Engine, learned: Sequence[Microbatch], taught: Sequence[Microbatch] | None = None
+) -> list[Microbatch]:
+    """Return the student's microbatches with the teacher's predictions, on the last stage. Collective.
+
+    taught: the same sequences as the teacher reads them; None: as the student does.
+    """
+    found = teacher.teaching(learned if taught is None else taught)
     if not found:
-        return list(microbatches)
+        return list(learned)
     return [
-        replace(batch, teaching=teaching)
-        for batch, teaching in zip(microbatches, found, strict=True)
+        replace(batch, teaching=teaching) for batch, teaching in zip(learned, found, strict=True)
     ]

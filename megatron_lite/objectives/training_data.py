@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.restore import Start
 from megatron_lite.checkpoint.state import Progress
+from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.processes.launch import Place
@@ -54,6 +55,11 @@ class TrainingData(ABC):
     def tokens(self) -> int:
         """Tokens of all training examples, from which the default batch of --guide follows; 0: unknown."""
         return 0
+
+    @property
+    def reader(self) -> ImageReader | None:
+        """The reader of the images; None if there are none."""
+        return None
 
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say

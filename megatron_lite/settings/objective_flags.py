@@ -358,7 +358,6 @@ def _images(settings: Settings) -> Judged:
     others = (
         ("--reward-modeling", settings.rewards.reward_modeling),
         ("--task", settings.tasks.task is not None),
-        ("--teacher-load", settings.distilling.teacher_load is not None),
     )
     for flag, asked in others:
         yield (

@@ -105,12 +105,12 @@ def tokenizer(kind: str = "") -> Any:
     return made
 
 
-def create(kind: str, directory: Path) -> None:
+def create(kind: str, directory: Path, seed: int = 7) -> None:
     """Write a random model with its tokenizer and image processor."""
     import torch
     import transformers
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config_class, fields = MODELS[kind](transformers)
     config = config_class(
         **fields,

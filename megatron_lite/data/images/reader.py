@@ -68,6 +68,7 @@ class ImageReader:
         self._images: list[_Added] = []
         self._of_size = lru_cache(_KEPT_TEXTS)(self._write_size)
         self._ready: dict[int, Inputs] = {}
+        self._follower: ImageReader | None = None
 
     def require_kind(self) -> ImageKind:
         """Return the kind of the model. Raises NotExpressible for a model whose images a run can't train on."""
@@ -90,6 +91,52 @@ class ImageReader:
         written = self._sized(file, size, words, several)
         self._images.append(_Added(file, size, written.grid, where, several))
         return len(self._images) - 1, written
+
+    def followed_by(self, other: "ImageReader") -> None:
+        """Give another reader all images with their numbers; it prepares those that this one prepares.
+
+        Raises UsageError if an image has other tokens or positions there, NotExpressible if that model's images can't be read.
+        """
+        other.require_kind()
+        if other.token != self.token:
+            raise UsageError(
+                f"{other.directory}: its token of images is {other.token}, and that of {self.directory} is {self.token}; choose a model "
+                "with the same one"
+            )
+        if other.axes is not None and self.axes is None:
+            raise UsageError(
+                f"{other.directory}: its images have positions of frame, row and column, and those of {self.directory} have positions "
+                "as a text; choose a model with the same positions"
+            )
+        for added in {(added.size, added.several): added for added in self._images}.values():
+            other._require_same(added, self)
+        other._images = self._images
+        self._follower = other
+
+    def _require_same(self, image: _Added, other: "ImageReader") -> None:
+        """Raise UsageError if an image of another reader has other tokens here."""
+        file, size, _, _, several = image
+        try:
+            own, theirs = (
+                reader._sized(file, size, reader._marks(), several) for reader in (self, other)
+            )
+        except BadRecord as error:
+            raise UsageError(f"{self.directory}: {error}") from error
+        if own.grid != theirs.grid:
+            width, height = size
+            raise UsageError(
+                f"{self.directory}: makes {own.grid.tokens:,} tokens of an image of {width:,} x {height:,} pixels, and {other.directory} "
+                f"{theirs.grid.tokens:,}; give both the same limits in preprocessor_config.json, or choose another model"
+            )
+        if own != theirs:
+            raise UsageError(
+                f"{self.directory}: writes other tokens around the parts of an image than {other.directory}; choose a model that writes "
+                "the same"
+            )
+
+    def _marks(self) -> Words:
+        """Return the numbers of tokens as their texts."""
+        return self.require_kind().words_of(self.config, "<{}>".format)
 
     def measure(self, file: ImageFile, words: Words, several: bool = False) -> Written:
         """Return the text of an image, without giving it a number. Reads its header alone. Raises as `add` does."""
@@ -166,6 +213,8 @@ class ImageReader:
         """Read an image now, for `inputs` later."""
         if self.keeps_ready and number not in self._ready:
             self._ready[number] = self._read(number)
+        if self._follower is not None:
+            self._follower.prepare(number)
 
     def inputs(self, number: int) -> Inputs:
         """Return the encoder's input for an image. Raises CorruptCheckpoint for an image that can't be read any more."""

@@ -211,7 +211,6 @@ def test_the_short_form_continues_no_run_with_another_teacher(
         ("--teacher-load nothere", "nothere: no such file or directory"),
         ("--teacher-model nothere", "unknown flag --teacher-model; did you mean --teacher-load?"),
         ("--export-kd-teacher-load nothere", "learn from a teacher with --teacher-load"),
-        (f"--teacher-load {TEACHER} --image-encoder x --finetune-data y", "--image-encoder is for images of chats"),
         (f"--teacher-load {RETRO}", "is a Retro, which reads neighbors of its text; choose another teacher"),
         (f"--teacher-load {JETMOE}", f"{JETMOE}: a jetmoe is converted, but can't be trained yet"),
     ],

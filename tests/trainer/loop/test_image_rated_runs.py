@@ -200,7 +200,7 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path
     again = command.replace("--save run", "--save again")
     train(tmp_path, 1, f"{again} --exit-interval 1")
     log = train(tmp_path, 1, f"{again} --resume").log(0)
-    assert "of 6 rated answers: taken from kept/kto-reference-training.npz" in log
+    assert "of 6 rated answers for training: taken from kept/kto-reference-training.npz" in log
     assert [figures(line) for line in metrics(tmp_path)] == [figures(line) for line in whole]
     assert megaconv.fingerprint(tmp_path / "run") == megaconv.fingerprint(tmp_path / "again")
 
@@ -210,7 +210,7 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path
     changed.save(path)
     log = train(tmp_path, 1, command.replace("--save run", "--save third")).log(0)
     assert "training.npz: was made with other images or their encoder; the reference" in log
-    assert "of 2 rated answers: taken from kept/kto-reference-validation.npz" in log
+    assert "of 2 rated answers for validation: taken from kept/kto-reference-validation.npz" in log
 
 
 def figures(line: dict[str, Any]) -> dict[str, Any]:

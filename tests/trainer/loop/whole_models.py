@@ -77,20 +77,41 @@ class OfTransformers:
         self, question: Any, names: tuple[str, ...], answer: str | list[int]
     ) -> torch.Tensor:
         """Of an answer, with its end if it is a text."""
-        prompt, arguments = self.prompt(question, names)
         if isinstance(answer, str):
             text = f"{answer}<|im_end|>"
             answer = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        ids = torch.tensor([*prompt, *answer])
+        scores = self.logits(question, names, answer).log_softmax(-1)
+        return scores.gather(1, torch.tensor(answer)[:, None]).sum()
+
+    def logits(self, question: Any, names: tuple[str, ...], answer: list[int]) -> torch.Tensor:
+        """[tokens of the answer, vocabulary]: of each of these tokens."""
+        prompt, arguments = self.prompt(question, names)
+        given = self._given([*prompt, *answer], len(prompt), arguments)
+        logits: torch.Tensor = self.model(**given).logits[0, len(prompt) - 1 : -1]
+        return logits
+
+    def completion(self, question: Any, names: tuple[str, ...], count: int) -> list[int]:
+        """The likeliest tokens, one by one."""
+        prompt, arguments = self.prompt(question, names)
+        given = self._given(prompt, len(prompt), arguments)
+        made = self.model.generate(
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            max_new_tokens=count,
+            do_sample=False,
+            **given,
+        )
+        ids: list[int] = made[0, len(prompt) :].tolist()
+        return ids
+
+    def _given(self, row: list[int], asked: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward pass. asked: number of the prompt's tokens. arguments: of the images."""
+        ids = torch.tensor([row])
         # Causal attention: what stands for no image is text.
-        of_images = (ids == token(WORD)) & (torch.arange(len(ids)) < len(prompt))
-        arguments["input_ids"] = ids[None]
-        arguments["mm_token_type_ids"] = of_images[None].int()
-        arguments["token_type_ids"] = arguments["mm_token_type_ids"]
+        of_images = (ids == token(WORD)) & (torch.arange(len(row)) < asked)
+        types = of_images.int()
+        given = {**arguments, "input_ids": ids, "mm_token_type_ids": types, "token_type_ids": types}
         known = signature(self.model.forward).parameters
-        taken = {name: value for name, value in arguments.items() if name in known}
-        scores = self.model(**taken).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        return scores.gather(1, ids[len(prompt) :, None]).sum()
+        return {name: value for name, value in given.items() if name in known}
 
     def learn(self, loss: torch.Tensor, lr: float) -> None:
         """Make a step of SGD on the language model."""
