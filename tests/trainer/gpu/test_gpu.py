@@ -178,6 +178,27 @@ def test_a_command_learns_from_pairs_with_images_as_on_a_cpu(kind: str, tmp_path
     assert found == pytest.approx(expected, rel=1e-3)
 
 
+def test_a_command_learns_from_rated_answers_with_images_as_on_a_cpu(tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    from tests.trainer.loop.test_image_rated_runs import make
+
+    make("qwen3_vl", tmp_path)
+    found, expected = _learned_from_images(tmp_path, "data/rated.jsonl --kto --seq-length 192")
+    assert len(found) == 5
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_command_learns_images_from_a_teacher_as_on_a_cpu(tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    from tests.trainer.loop.test_image_distillation_runs import make
+
+    make("qwen3_vl", "qwen2_5_vl", tmp_path)
+    teacher = f"--teacher-load {tmp_path}/taught/hf"
+    found, expected = _learned_from_images(tmp_path, f"data/chats.jsonl {teacher} --seq-length 96")
+    assert len(found) == 5
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
 def _learned_from_images(directory: Path, data: str) -> list[list[float]]:
     """The losses of a run on the GPU and of one on the CPU."""
     words = (

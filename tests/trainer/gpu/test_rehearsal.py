@@ -23,6 +23,8 @@ FIRST: dict[str, dict[str, Any]] = {
     "test_a_command_learns_what_it_learns_on_a_cpu": {"objective": "hidden words"},
     "test_a_command_learns_from_images_as_on_a_cpu": {"kind": "qwen3_vl"},
     "test_a_command_learns_from_pairs_with_images_as_on_a_cpu": {"kind": "qwen3_vl"},
+    "test_a_command_learns_from_rated_answers_with_images_as_on_a_cpu": {},
+    "test_a_command_learns_images_from_a_teacher_as_on_a_cpu": {},
     "test_a_prompt_with_images_has_the_logits_of_a_cpu": {"kind": "qwen3_vl"},
     "test_muon_on_a_gpu_trains_as_on_a_cpu": {},
     "test_each_kernel_of_attention_agrees_with_plain_products": {"model": "qwen3", "backend": "auto"},
