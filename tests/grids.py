@@ -129,7 +129,6 @@ GRIDS = {
     "tests/trainer/parallel/test_optimizer.py::test_a_run_goes_on_from_its_state_to_the_same_bits": 2,
     "tests/trainer/parallel/test_optimizer.py::test_embedding_and_head_may_have_a_rate_of_their_own": 3,
     "tests/trainer/parallel/test_preference.py::test_ten_steps_are_those_of_plain_torch": 3,
-    "tests/trainer/parallel/test_preference.py::test_ten_steps_at_a_layout_are_those_of_one_process": 2,
     "tests/trainer/parallel/test_qk_clip.py::test_every_layout_clips_as_one_process_does": 3,
     "tests/trainer/parallel/test_qk_clip.py::test_steps_bring_the_largest_score_of_their_batch_down_to_the_threshold": 3,
     "tests/trainer/parallel/test_retro.py::test_six_steps_at_a_layout_are_megatron_cores": 2,

@@ -138,34 +138,14 @@ def test_a_loss_without_a_reference_measures_none_and_goes_on_without_load(
     assert figures(tmp_path / "same") == found
 
 
-def test_adapters_are_trained_on_pairs_at_another_layout(tmp_path: Path) -> None:
-    for name, size, layout in (
-        ("alone", 1, ""),
-        ("four", 4, "--tp 2 --sequence-parallel --use-distributed-optimizer"),
-    ):
-        write_pairs(tmp_path / name)
-        train(
-            tmp_path / name,
-            size,
-            f"{WORDS} {layout} --eval-iters 0 --lora-rank 4 --train-iters 3 --save ckpt",
-        )
-    for one, other in zip(figures(tmp_path / "alone"), figures(tmp_path / "four"), strict=True):
-        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
-    assert (tmp_path / "four" / "ckpt" / "iter_0000003" / "adapter_model.safetensors").is_file()
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--dpo", "--dpo needs --load, which is the reference model"),
-        ("--dpo-beta 0.2", "--dpo-beta requires --dpo"),
-        (f"--dpo --load {BASE} --dpo-beta 0", "--dpo-beta 0 must be more than 0"),
         (f"--dpo --load {BASE} --dpo-label-smoothing 0.5", "--dpo-label-smoothing 0.5 has to lie between 0 and 0.5"),
         (f"--dpo --load {BASE} --dpo-loss ipo --dpo-label-smoothing 0.1", "--dpo-label-smoothing requires --dpo-loss sigmoid"),
         (f"--dpo --load {BASE} --simpo-gamma 1", "--simpo-gamma requires --dpo-loss simpo"),
         (f"--dpo --load {BASE} --dpo-loss simpo --simpo-gamma -1", "--simpo-gamma -1 must be 0 or more"),
         (f"--dpo --load {BASE} --dpo-loss orpo --dpo-reference-cache kept", "--dpo-loss orpo has no reference model"),
-        ("--dpo --load ckpt --save ckpt", "--dpo: --load is the reference model and has to stay as it is"),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(

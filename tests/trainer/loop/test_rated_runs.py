@@ -95,32 +95,14 @@ def test_weights_that_are_far_from_balanced_are_mentioned(
     assert words in "".join(lines)
 
 
-def test_adapters_learn_from_rated_answers_at_another_layout(tmp_path: Path) -> None:
-    for name, size, layout in (
-        ("alone", 1, ""),
-        ("four", 4, "--tp 2 --sequence-parallel --use-distributed-optimizer"),
-    ):
-        write_rated(tmp_path / name)
-        train(tmp_path / name, size, f"{WORDS} {layout} --lora-rank 4")
-    for one, other in zip(figures(tmp_path / "alone"), figures(tmp_path / "four"), strict=True):
-        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
-    assert (tmp_path / "four" / "ckpt" / "iter_0000004" / "adapter_model.safetensors").is_file()
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--kto", "--kto needs --load, which is the reference model"),
-        ("--kto-beta 0.2", "--kto-beta requires --kto"),
         (f"--kto --dpo --load {BASE}", "--kto and --dpo are two objectives"),
         (f"--kto --grpo --load {BASE}", "--kto and --grpo are two objectives"),
         (f"--kto --reward-modeling --load {BASE}", "--kto and --reward-modeling are two objectives"),
-        (f"--kto --teacher-load {BASE} --load {BASE}", "--teacher-load and --kto are two objectives"),
-        (f"--kto --load {BASE} --kto-beta 0", "--kto-beta 0 must be more than 0"),
         (f"--kto --load {BASE} --kto-desirable-weight -1", "--kto-desirable-weight -1 must be 0 or more"),
-        (f"--kto --load {BASE} --finetune-form text", "--finetune-form names a form of examples"),
         (f"--kto --load {BASE} --kto-desirable-weight 0 --kto-undesirable-weight 0", "are both 0, so that nothing is learned"),
-        ("--kto --load ckpt --save ckpt", "--kto: --load is the reference model and has to stay as it is"),
     ],
 )  # fmt: skip
 def test_flags_that_contradict_each_other_are_refused(
