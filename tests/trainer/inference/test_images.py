@@ -19,7 +19,7 @@ from megatron_lite.cli import main
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.inference import shown_images
 from megatron_lite.inference.batching import RunningBatch, steps
-from megatron_lite.inference.commands.chat import parser
+from megatron_lite.inference.commands.generate import parser
 from megatron_lite.inference.conversation import Conversation
 from megatron_lite.inference.gallery import Picture
 from megatron_lite.inference.image_tokens import FIRST, runs_of, tokens_of
