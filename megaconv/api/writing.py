@@ -72,6 +72,7 @@ def convert(
     density: float | None = None,
     seed: int = 0,
     layers: str | Sequence[int] | None = None,
+    keep_experts: str | Path | Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     num_experts: int | None = None,
     moe_router_topk: int | None = None,
     moe_upcycling_granularity: int = 1,
@@ -104,6 +105,8 @@ def convert(
     average: models to average with the source, each as `MODEL` or `MODEL:SHARE`. The source has what they leave of 1.
     method, density, seed: how they are averaged; see `average`.
     layers: the source's layers that the output has, such as `"0-15,24-31"`, or their numbers.
+    keep_experts: the experts of each layer that the output keeps, such as `"0-47,60"`, their numbers, a file of
+    `megatron-lite rank-experts`, or numbers by layer: `{"layers.3": [0, 2]}`.
     num_experts, moe_router_topk, moe_upcycling_granularity, experts_of: the experts that a dense model's MLPs become.
     vocab_size, pad_to_multiple_of: the output's number of tokens, and a number whose multiple it has to be.
     tokenizer, new_rows: the output's tokenizer, a directory or a Hub id, and the rows of new tokens.

@@ -6,6 +6,7 @@ from typing import Any
 
 from megaconv.engine.averaging import averaged_models
 from megaconv.engine.derived import chain_of, first_of
+from megaconv.engine.kept_experts import KeptExperts
 from megaconv.engine.new_vocabulary import NewVocabulary
 from megaconv.engine.special_tokens import SPECIAL_IDS, listed
 from megaconv.model.ir import Source
@@ -42,14 +43,17 @@ class LayerChange:
 
 @dataclass(frozen=True)
 class ExpertChange:
-    """The experts that each MLP becomes."""
+    """The experts of a layer."""
 
     before: int
     after: int
     per_token: int
     granularity: int
+    """Parts that each MLP of a dense model is cut into."""
     experts_of: Sequence[str]
     """The models whose MLPs the experts are; empty: the input's own."""
+    kept: Mapping[str, Sequence[int]] | None
+    """The numbers of the input's experts, in the order of the output, by layer; None if the experts are new."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def changes_of(given: str, opened: Source, options: ConvertOptions) -> Changes:
     return Changes(
         average=_average(given, options) if options.averaged else None,
         layers=None if options.layers is None else _layers(opened, options.layers),
-        experts=None if options.upcycling.experts is None else _experts(opened, options),
+        experts=_experts(opened, options),
         vocab=_vocabulary(vocabularies[0], options) if vocabularies else None,
     )
 
@@ -104,15 +108,19 @@ def _layers(opened: Source, chosen: Sequence[int]) -> LayerChange:
     return LayerChange(before, len(chosen), list(chosen))
 
 
-def _experts(opened: Source, options: ConvertOptions) -> ExpertChange:
-    before, after = first_of(opened).header.config.experts, opened.header.config.experts
+def _experts(opened: Source, options: ConvertOptions) -> ExpertChange | None:
     chosen = options.upcycling
+    kept = [each.kept for each in chain_of(opened) if isinstance(each, KeptExperts)]
+    if chosen.experts is None and not kept:
+        return None
+    before, after = first_of(opened).header.config.experts, opened.header.config.experts
     return ExpertChange(
         before=before.count,
         after=after.count,
         per_token=after.per_token,
         granularity=chosen.granularity,
         experts_of=list(chosen.experts_of),
+        kept={layer: list(kept[0][layer]) for layer in kept[0]} if kept else None,
     )
 
 

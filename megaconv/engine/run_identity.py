@@ -53,6 +53,7 @@ def _derived(options: ConvertOptions) -> dict[str, str]:
     vocabulary, upcycling = options.vocabulary, options.upcycling
     return {
         "--layers": "all" if options.layers is None else ",".join(map(str, options.layers)),
+        "--keep-experts": json.dumps(options.keep_experts),
         "--num-experts": str(upcycling.experts),
         "--moe-router-topk": str(upcycling.topk),
         "--moe-upcycling-granularity": str(upcycling.granularity),

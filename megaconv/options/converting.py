@@ -8,6 +8,7 @@ from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
 from megaconv.options.averaging import AverageMethod
 from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRITERS
+from megaconv.options.kept_experts import Kept, kept_experts
 from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions
@@ -80,6 +81,17 @@ class ConvertOptions:
         help="The layers of the output, by their numbers in the input, such as 0-15,24-31: leaves out, repeats or reorders layers.",
     )
     """Numbers of the input's layers that the output has, in its order; None: all."""
+    keep_experts: Kept | None = option(
+        None,
+        "--keep-experts",
+        heading=VALUES,
+        commands=("convert",),
+        words=str | None,
+        read=kept_experts,
+        metavar="N-N,N,...|FILE",
+        help="The experts of each layer that the output keeps: numbers such as 0-47,60, or the file of `megatron-lite rank-experts`.",
+    )
+    """The experts that stay, by layer; None: all."""
     upcycling: Upcycling = inner(Upcycling)
     vocabulary: VocabularyChoice = inner(VocabularyChoice)
     extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
@@ -174,6 +186,7 @@ class ConvertOptions:
         """True if the output's model has other sizes than the input's, or may have."""
         return (
             self.layers is not None
+            or self.keep_experts is not None
             or self.upcycling.experts is not None
             or self.vocabulary.is_given
         )

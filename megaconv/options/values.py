@@ -124,26 +124,37 @@ def layer_numbers(text: str | Iterable[int]) -> tuple[int, ...]:
 
     Raises UsageError for other text, for no layer and for negative numbers, TypeError for a value that isn't an integer.
     """
+    return _numbers(text, "layers")
+
+
+def expert_numbers(text: str | Iterable[int]) -> tuple[int, ...]:
+    """Numbers of experts, as above."""
+    return _numbers(text, "experts")
+
+
+_MOST_NUMBERS = 10_000
+
+
+def _numbers(text: str | Iterable[int], kind: str) -> tuple[int, ...]:
+    """kind: the things that are counted, for messages."""
     if isinstance(text, str):
-        found = tuple(number for word in text.split(",") for number in _span(word.strip(), text))
+        spans = [_span(word.strip()) for word in text.split(",")]
+        found = tuple(number for span in spans for number in span)
+        is_read = all(spans)
     else:
-        found = tuple(_whole(each, "layers") for each in text)
-    if not found or min(found) < 0:
-        raise UsageError(f"{text!r:.80}: {_LAYERS_FORM}")
+        found = tuple(_whole(each, kind) for each in text)
+        is_read = bool(found) and min(found) >= 0
+    if not is_read:
+        raise UsageError(f"{text!r:.80}: write numbers of {kind} from 0, such as 0-15,24-31")
     return found
 
 
-_LAYERS_FORM = "write numbers of layers from 0, such as 0-15,24-31"
-_MOST_LAYERS = 10_000
-
-
-def _span(word: str, text: str) -> range:
-    """The layers of one word, such as 5 or 0-15."""
+def _span(word: str) -> range:
+    """The numbers of one word, such as 5 or 0-15; none for another word."""
     match = re.fullmatch(r"(\d{1,9})(?:\s*-\s*(\d{1,9}))?", word, re.ASCII)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if not first <= last < first + _MOST_LAYERS:
-        raise UsageError(f"{text!r:.80}: {_LAYERS_FORM}")
-    return range(first, last + 1)
+    is_span = first <= last < first + _MOST_NUMBERS
+    return range(first, last + 1) if is_span else range(0)
 
 
 def _whole(value: Any, parameter: str) -> int:

@@ -17,6 +17,7 @@ OTHERS = {
     "embed": "megatron_lite.retrieval.commands.embed",
     "retrieve": "megatron_lite.retrieval.commands.retrieve",
     "rank-layers": "megatron_lite.inference.commands.rank_layers",
+    "rank-experts": "megatron_lite.inference.commands.rank_experts",
     "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""

@@ -31,6 +31,7 @@ commands:
   serve        A model behind OpenAI's and Anthropic's routes and Megatron's PUT /api.
   evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   rank-layers  Measure how much each layer changes its input, to leave layers out.
+  rank-experts Measure how much each expert adds to its layer's output, to leave experts out.
   calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   retro        Build or show the chunk database and the neighbours for Retro.
   embed        Embed passages, for retrieve.

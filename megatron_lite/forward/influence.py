@@ -16,6 +16,7 @@ from torch import Tensor
 
 from formats.errors import CorruptCheckpoint
 from megatron_lite.engine import Engine
+from megatron_lite.forward.rows import counted_tokens
 from megatron_lite.forward.walk import walk
 from megatron_lite.models.batch import Microbatch
 
@@ -52,7 +53,7 @@ def measure(engine: Engine, passes: Sequence[Microbatch], block: int) -> Influen
     tokens = 0
     with torch.inference_mode():
         for batch in passes:
-            counts = _counting(batch)
+            counts = counted_tokens(batch)
             tokens += int(counts.sum())
             states = walk(engine.chunks[0], engine.make_pass(batch))
             inputs = deque([next(states).hidden], maxlen=block)  # of the last layers
@@ -69,12 +70,6 @@ def measure(engine: Engine, passes: Sequence[Microbatch], block: int) -> Influen
                     blocks[layer + 1 - block] += float(torch.arccos(cosines).sum()) / math.pi
                 inputs.append(state.hidden)
     return Influence((layers / tokens).tolist(), (blocks / tokens).tolist(), tokens)
-
-
-def _counting(batch: Microbatch) -> Tensor:
-    """Return bool [tokens, batch]: the tokens that are no padding, but for the last one of each row, which predicts nothing."""
-    assert batch.loss_mask is not None
-    return batch.loss_mask.bool().t()
 
 
 def _cosines(before: Tensor, after: Tensor, counts: Tensor) -> Tensor:

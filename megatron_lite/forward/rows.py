@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
@@ -80,3 +81,9 @@ def _batch(config: ModelConfig, rows: Sequence[Sequence[int]]) -> Microbatch:
         types=torch.zeros_like(tokens) if config.token_types else None,
         visible=torch.ones_like(tokens, dtype=torch.bool) if both_ways else None,
     )
+
+
+def counted_tokens(batch: Microbatch) -> Tensor:
+    """Return bool [tokens, batch]: the tokens that are no padding, but for the last one of each row, which predicts nothing."""
+    assert batch.loss_mask is not None
+    return batch.loss_mask.bool().t()

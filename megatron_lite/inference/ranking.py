@@ -2,27 +2,20 @@
 
 import argparse
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from formats.wording import counted
-from megaconv.commands.forward_pass import MAX_MEMORY
 from megaconv.engine.chosen_layers import require_choosable, with_layers
 from megaconv.errors import CheckpointError, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import OpenedSource
-from megaconv.options.values import byte_size
 from megaconv.terminal import show
-from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.forward.influence import Influence, measure
-from megatron_lite.forward.rows import batches, rows_together
-from megatron_lite.inference.calibration.samples import read_samples, require_known
-from megatron_lite.inference.opening import OpenedEngine, open_engine, run_on_ranks
-from megatron_lite.processes import launch
-from megatron_lite.settings.parallel import Parallel
+from megatron_lite.inference.measuring import measured, pruning, read_passes
+from megatron_lite.inference.opening import OpenedEngine
 
 
 @dataclass(frozen=True)
@@ -85,11 +78,7 @@ class Ranking:
         return f"{len(self.block)} consecutive layers of the least change: {numbers}"
 
     def _command(self, left_out: Sequence[int]) -> str:
-        part = " --text-only" if self.inside_whole else ""
-        layers = self._kept(left_out)
-        return (
-            f"megaconv convert {shlex.quote(self.place)} pruned --saver hf{part} --layers {layers}"
-        )
+        return pruning(self.place, self.inside_whole, f"--layers {self._kept(left_out)}")
 
     def _kept(self, left_out: Sequence[int]) -> str:
         """Return the layers that stay, as --layers takes them."""
@@ -114,14 +103,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
-
-    def work(parallel: Parallel, place: launch.Place) -> None:
-        if place.world > 1:
-            raise UsageError("rank-layers computes in one process; start it without torchrun")
-        opened = open_engine(given, parallel, place, most=given.seq_length)
-        _show(_ranked(given, opened), as_json=given.json)
-
-    run_on_ranks(given, work)
+    measured("rank-layers", given, lambda opened: _show(_ranked(given, opened), as_json=given.json))
 
 
 def _show(ranking: Ranking, *, as_json: bool) -> None:
@@ -139,19 +121,8 @@ def _ranked(given: argparse.Namespace, opened: OpenedEngine) -> Ranking:
         opened.start.header, given.load, "rank-layers", "no layer of it can be left out"
     )
     left_out = _left_out(given.leave_out, config)
-    template = read_template(given.chat_template)
-    samples = require_known(
-        read_samples(given.data, opened.tokenizer, given.samples, opened.length, template),
-        config.vocab,
-    )
-    rows = [tuple(sample.tolist()) for sample in samples]
-    limit = byte_size(given.max_memory or MAX_MEMORY, "--max-memory ")
     # The inputs of a block, and copies of two states in float32.
-    kept = left_out + 4
-    longest = max(map(len, rows))
-    itemsize = opened.engine.dtype.itemsize
-    together = rows_together(config, longest, itemsize, limit, kept)
-    passes = [each.to(opened.engine.grid.device) for each in batches(config, rows, together)]
+    passes = read_passes(given, opened, left_out + 4)
     influence = measure(opened.engine, passes, left_out)
     return _proposed(given.load, opened, influence, left_out)
 

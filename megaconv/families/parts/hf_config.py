@@ -155,11 +155,12 @@ def updated(
     changes = {
         key: value for key, value in now.items() if key not in before or before[key] != value
     }
+    dtype = changes.pop("torch_dtype", None)
     for names in together:
         if not changes.keys().isdisjoint(names):
             changes |= {key: now[key] for key in names if key in now and key in given}
+            given = {key: value for key, value in given.items() if key in now or key not in names}
     given = {name: value for name, value in given.items() if aliases.get(name) not in changes}
-    dtype = changes.pop("torch_dtype", None)
     merged = {**given, **changes}
     if dtype is not None:
         stated = [key for key in ("dtype", "torch_dtype") if key in given]

@@ -1,0 +1,198 @@
+"""--keep-experts: a mixture with some of its experts."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+from formats.tensor import LazyTensor
+from formats.wording import counted
+from megaconv.engine.derived import require_language_model
+from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
+from megaconv.families import family
+from megaconv.model.check import listing
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
+from megaconv.model.layout import Layout
+from megaconv.model.subjects import RANKED_BY, Experts
+from megaconv.model.table import canonical_shapes
+from megaconv.options.kept_experts import EVERYWHERE, Kept
+from megaconv.values.selected_rows import SelectedRows
+
+_OPTION = "--keep-experts"
+_MLP = re.compile(r"(?P<layer>(?:layers|mtp)\.\d+)\.mlp\.(?P<rest>.+)")
+_EXPERT = re.compile(r"experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+
+
+@dataclass(frozen=True)
+class KeptExperts:
+    """A mixture's weights without some of the experts. The router's rows for them are left out too."""
+
+    whole: Source
+    """The mixture with all experts."""
+    header: Header
+    kept: Mapping[str, tuple[int, ...]]
+    """The experts that stay, by layer."""
+    origins: Mapping[Key, Key]
+    """Tensors of experts -> those of the whole model."""
+    rows: Mapping[Key, tuple[int, ...]]
+    """Tensors with a row for each expert -> the rows of the whole model's that stay."""
+    notices: Sequence[str]
+    """For people: the number of experts."""
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        """Yield the tensors in the order of the manifest."""
+        found = dict(self.whole.tensors())
+        for key in self.header.manifest:
+            tensor = found[self.origins.get(key, key)]
+            rows = self.rows.get(key)
+            yield key, tensor if rows is None else SelectedRows(tensor, rows)
+
+
+def with_kept_experts(source: Source, chosen: Kept, place: str) -> KeptExperts:
+    """The model with these experts, counted from 0.
+
+    place: the source, for messages. Raises UnsupportedInput for models without experts and for those whose tokens choose experts
+    by their numbers, UsageError for experts that there aren't and for numbers that differ from layer to layer, NotExpressible for
+    models with other tensors by expert.
+    """
+    header = source.header
+    _require_experts(header, place)
+    kept = _by_layer(header, chosen, place)
+    config = _config(header.config, kept)
+    manifest, origins, rows = _tensors(header, config, kept)
+    made = replace(
+        header,
+        config=config,
+        manifest=manifest,
+        layout=_layout(header.layout, config.experts.count),
+        shifts=_renamed(header.shifts, manifest, origins),
+        read_otherwise=frozenset(rows)
+        | _renamed(dict.fromkeys(header.read_otherwise), manifest, origins).keys(),
+    )
+    before, after = header.config.experts.count, config.experts.count
+    notice = f"{after} of the {counted(before, 'expert')} of each layer"
+    return KeptExperts(source, made, kept, origins, rows, [notice])
+
+
+def _renamed(
+    given: Mapping[Key, Any], manifest: Mapping[Key, TensorInfo], origins: Mapping[Key, Key]
+) -> dict[Key, Any]:
+    """Values by the tensors of the whole model, as values by those of the new one."""
+    sources = {key: origins.get(key, key) for key in manifest}
+    return {key: given[origin] for key, origin in sources.items() if origin in given}
+
+
+def _require_experts(header: Header, place: str) -> None:
+    config = header.config
+    require_language_model(header, place, _OPTION)
+    if not config.experts.count:
+        raise UnsupportedInput(f"{_OPTION}: {place} has no experts; leave the option out")
+    if config.has("hash_layers"):
+        raise UnsupportedInput(
+            f"{_OPTION}: {place} is a {config.family}, which stores the experts of each token by their numbers; leave the option out"
+        )
+
+
+def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, ...]]:
+    """The experts that stay, by layer. Raises UsageError."""
+    count = header.config.experts.count
+    layers = _layers(header)
+    named = dict.fromkeys(layers, chosen[EVERYWHERE]) if EVERYWHERE in chosen else chosen
+    kept = {layer: tuple(named[layer]) for layer in layers if layer in named}
+    missing = [layer for layer in layers if layer not in kept]
+    unknown = [layer for layer in named if layer not in kept]
+    if missing:
+        raise UsageError(
+            f"{_OPTION}: says nothing of {listing(missing)}, which has experts in {place} too; name the experts of each layer"
+        )
+    if unknown:
+        raise UsageError(f"{_OPTION}: {listing(unknown)} of {place} has no experts")
+    for layer, experts in kept.items():
+        if max(experts) >= count:
+            raise UsageError(
+                f"{_OPTION}: {layer} of {place} has no expert {max(experts)}; its experts are 0 to {count - 1}"
+            )
+    return kept
+
+
+def _layers(header: Header) -> list[str]:
+    """The layers with experts, in model order."""
+    matches = [_MLP.fullmatch(key.name) for key in header.manifest if key.slot == WEIGHT]
+    found = [match["layer"] for match in matches if match and _EXPERT.fullmatch(match["rest"])]
+    return list(dict.fromkeys(found))
+
+
+def _config(config: ModelConfig, kept: Mapping[str, Sequence[int]]) -> ModelConfig:
+    """The configuration of the model. Raises UsageError if no such model is possible, and NotExpressible."""
+    sizes = {len(experts): layer for layer, experts in kept.items()}
+    if len(sizes) > 1:
+        (few, one), *_, (many, other) = sorted(sizes.items())
+        raise UsageError(
+            f"{_OPTION}: {one} keeps {counted(few, 'expert')} and {other} {many}; all layers must keep the same number"
+        )
+    (size,) = sizes
+    for layer, experts in kept.items():
+        require_routable(config.experts, experts, f"{_OPTION}: {layer}")
+    made = replace(config, experts=replace(config.experts, count=size))
+    table = family(config.family)
+    own = None if config.hf is None else json.loads(table.config_json(made))
+    return replace(made, hf=own)
+
+
+def require_routable(experts: Experts, kept: Sequence[int], subject: str) -> None:
+    """Raise UsageError if a router can't choose among these experts as among all. subject: for the message."""
+    least = experts.per_token - experts.zero
+    if len(kept) < least:
+        raise UsageError(
+            f"{subject}: keeps {counted(len(kept), 'expert')}, and each token needs {experts.per_token}; keep {least} or more"
+        )
+    groups, best = experts.groups or 1, experts.group_topk or 1
+    of_groups = Counter(expert * groups // experts.count for expert in kept)
+    size = len(kept) // groups
+    if set(of_groups.values()) != {size} or len(of_groups) != groups:
+        raise UsageError(
+            f"{subject}: the router has {groups} groups of experts; keep the same number of each group"
+        )
+    needed = max(RANKED_BY, -(-experts.per_token // best))
+    if best < groups and size < needed:
+        raise UsageError(
+            f"{subject}: keeps {size} of each group of experts; the router needs {needed} or more"
+        )
+
+
+def _tensors(
+    header: Header, config: ModelConfig, kept: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[Key, TensorInfo], dict[Key, Key], dict[Key, tuple[int, ...]]]:
+    """(the manifest in model order, the origins of experts, the rows of routers). Raises NotExpressible."""
+    count = header.config.experts.count
+    manifest: dict[Key, TensorInfo] = {}
+    origins: dict[Key, Key] = {}
+    rows: dict[Key, tuple[int, ...]] = {}
+    for name, shape in canonical_shapes(family(config.family).rows, config).items():
+        key, match = Key(name), _MLP.fullmatch(name)
+        experts = kept.get(match["layer"]) if match else None
+        origin = key
+        if match and experts and (expert := _EXPERT.fullmatch(match["rest"])):
+            number = experts[int(expert["expert"])]
+            origin = Key(f"{match['layer']}.mlp.experts.{number}.{expert['rest']}")
+            origins[key] = origin
+        info = header.manifest[origin]
+        if info.shape != shape and experts:
+            # Rows behind those of the experts are of further routes, such as LongCat's experts that compute nothing.
+            rows[key] = (*experts, *range(count, info.shape[0]))
+            info = TensorInfo((len(rows[key]), *info.shape[1:]), info.dtype)
+        if info.shape != shape:
+            raise NotExpressible(
+                f"{_OPTION}: {name} of a {config.family} depends on the number of experts; leave the option out"
+            )
+        manifest[key] = info
+    return manifest, origins, rows
+
+
+def _layout(layout: Layout | None, count: int) -> Layout | None:
+    """The layout of the source, with as many expert-parallel ranks as divide the experts."""
+    return layout and replace(layout, ep=gcd(layout.ep, count))
