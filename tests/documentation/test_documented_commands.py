@@ -186,6 +186,13 @@ def converted(source: Path, *options: str) -> Make:
     return lambda target: run("convert", source, target, *options)
 
 
+def mixture(dense: Path, experts: int, *parts: str) -> Make:
+    """A mixture of two layers, whose experts are the MLPs of a dense model, or parts of them."""
+    return converted(
+        dense, "--saver", "hf", "--layers", "0-1", "--num-experts", str(experts), *parts
+    )
+
+
 def saved(iteration: int) -> Make:
     """An iteration of a Megatron run, which has other weights than the others."""
 
@@ -359,6 +366,8 @@ def usual(llama: Path) -> dict[str, Make]:
         **dict.fromkeys((*llamas, *chats), copy_of(llama)),
         "ckpt": converted(llama, "--saver", "core", "--tp", "2"),
         "my-tokenizer": larger_tokenizer(llama),
+        "Qwen3-30B-A3B": mixture(llama, 40, "--moe-upcycling-granularity", "4"),
+        "Mixtral-8x7B": mixture(llama, 8),
         "my-adapter": write_adapter,
         "mlx-adapter": write_mlx_adapter,
         "run": optimizer,
@@ -482,6 +491,7 @@ def special(page: str) -> Mapping[str, Make]:
             "math": partial(write_llama, layers=32, ffn=64, seed=1),
             "code": partial(write_llama, layers=32, ffn=64, seed=2),
             "Qwen3-8B": write_qwen3,
+            "kept.json": lines({"keep": {"layers.0": [*range(8)], "layers.1": [*range(8)]}}),
         },
         "docs/planning.md": {
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),

@@ -33,6 +33,7 @@ TRAINING = {
     "continue": ("continue-a-megatron-run.md",),
     "tokens": ("add-tokens.md",),
     "layers": ("shrink-a-model.md",),
+    "experts": ("leave-experts-out.md",),
     "machines": ("train-on-several-machines.md",),
 }
 """Pages that share a directory: the second page uses the files of the first."""

@@ -40,7 +40,14 @@ def test_the_json_of_convert_has_all_changes(llama: Path, tmp_path: Path) -> Non
             "models": [{"model": str(llama), "share": 0.75}, {"model": str(other), "share": 0.25}],
         },
         "layers": {"before": 2, "after": 3, "chosen": [1, 0, 1]},
-        "experts": {"before": 0, "after": 4, "per_token": 2, "granularity": 1, "experts_of": []},
+        "experts": {
+            "before": 0,
+            "after": 4,
+            "per_token": 2,
+            "granularity": 1,
+            "experts_of": [],
+            "kept": None,
+        },
         "vocab": {
             "before": 270,
             "after": 275,
