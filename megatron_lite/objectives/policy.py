@@ -20,7 +20,7 @@ from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.feeder import Feeder
 from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
-from megatron_lite.objectives.policy_loss import ADVANTAGES, Policy, PolicyLoss
+from megatron_lite.objectives.policy_loss import ADVANTAGES, LARGEST_WEIGHT, Policy, PolicyLoss
 from megatron_lite.objectives.prompt_images import PromptImages
 from megatron_lite.objectives.prompts import PromptData, prompts_of
 from megatron_lite.objectives.reference import reference_of
@@ -68,12 +68,15 @@ class Completed(Objective):
 
     def criterion(self, settings: Settings) -> Criterion:
         grpo = settings.grpo
-        high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
+        usual = LARGEST_WEIGHT if grpo.loss_type == "cispo" else grpo.epsilon
         policy = Policy(
             loss_type=grpo.loss_type,
             most_tokens=grpo.max_completion_length,
             epsilon=grpo.epsilon,
-            epsilon_high=high,
+            epsilon_high=usual if grpo.epsilon_high is None else grpo.epsilon_high,
+            delta=grpo.delta,
+            of_completions=grpo.importance_sampling_level == "sequence",
+            temperatures=(grpo.sapo_temperature_pos, grpo.sapo_temperature_neg),
             beta=grpo.beta,
             corrects_divergence=grpo.use_bias_correction_kl,
             figures=_figures(grpo),

@@ -1,6 +1,7 @@
 """The loss of GRPO (arXiv:2402.03300): clipped probability ratios times advantages, and the divergence from a reference.
 
-Names and defaults are TRL's. `dapo` is arXiv:2503.14476, `dr_grpo` is arXiv:2503.20783.
+Names and defaults are TRL's. `dapo` is arXiv:2503.14476, `dr_grpo` arXiv:2503.20783, `cispo` arXiv:2506.13585, and `sapo`
+arXiv:2511.20347. Ratios of whole completions are arXiv:2507.18071 (GSPO), `delta` is arXiv:2505.07291.
 """
 
 from collections.abc import Mapping
@@ -27,16 +28,29 @@ If it is missing, the weights have not changed since.
 REFERENCE = "reference_log_probs"
 """Name among a microbatch's extras: float32 [rows, sequence], of each label under the reference model."""
 
+OVER_TOKENS = ("dapo", "cispo")
+"""Losses that are means over all tokens of a step."""
+LARGEST_WEIGHT = 5.0
+"""The usual limit of the weights of `cispo`: that of ScaleRL (arXiv:2510.13786)."""
+
 
 @dataclass(frozen=True)
 class Policy:
     """Options of the loss."""
 
     loss_type: str = "dapo"
-    """`dapo`: mean over tokens. `grpo`: mean over rows of their mean. `dr_grpo`: the same with `most_tokens` as divisor."""
+    """`dapo`: mean over tokens. `grpo`: mean over rows of their mean. `dr_grpo`: the same with `most_tokens` as divisor.
+    `cispo`: as `dapo`, with ratios as weights that have no gradient. `sapo`: as `grpo`, with a smooth limit."""
     most_tokens: int = 512
     epsilon: float = 0.2
     epsilon_high: float = 0.2
+    """The limit above 1; for `cispo` the limit itself."""
+    delta: float | None = None
+    """A limit of all ratios; None without one."""
+    of_completions: bool = False
+    """True if all labels of a row have one ratio, whose logarithm is the mean of theirs."""
+    temperatures: tuple[float, float] = (1.0, 1.05)
+    """For `sapo`, with an advantage above 0 and with another one."""
     beta: float = 0.0
     corrects_divergence: bool = True
     """True if the divergence of a label is multiplied by its ratio."""
@@ -56,7 +70,7 @@ class PolicyLoss(Criterion):
         return "loss", *self.options.figures, "clip_ratio", *divergence
 
     def counts(self, batch: Microbatch) -> int:
-        over_tokens = self.options.loss_type == "dapo"
+        over_tokens = self.options.loss_type in OVER_TOKENS
         return batch.tokens.numel() if over_tokens else len(batch.tokens)
 
     def loss(
@@ -68,14 +82,14 @@ class PolicyLoss(Criterion):
         """
         counting = run.label_weights()
         log_probs = torch.zeros_like(counting)
-        # While ratios are 1 and there is no divergence, the log-probabilities have no effect.
-        if OLD in run.extras or self.options.beta:
+        # While ratios are 1 and there is no divergence, the log-probabilities have no effect. `cispo` reports them.
+        if OLD in run.extras or self.options.beta or self.options.loss_type == "cispo":
             with torch.no_grad():
                 _, losses = stage.label_losses(given, run.labels, counting)
             log_probs = -losses
         judged = judge_labels(log_probs, counting, run.extras, self.options)
         total, _ = stage.label_losses(given, run.labels, judged.weights * run.share)
-        found = {"loss": judged.loss, "clip_ratio": Counted(judged.clipped, counting)}
+        found = {"loss": judged.loss, "clip_ratio": judged.clipped}
         if judged.divergence is not None:
             found["kl"] = Counted(judged.divergence, counting)
         for name in self.options.figures:
@@ -90,9 +104,9 @@ class JudgedLabels(NamedTuple):
     weights: Tensor
     """The weight of each label's cross entropy. With these weights, the gradient is that of the sum of `loss`."""
     loss: Counted
-    """Losses of tokens (`dapo`), otherwise of rows, with their counts."""
-    clipped: Tensor
-    """1 where the clip removes the gradient."""
+    """Losses of tokens (OVER_TOKENS), otherwise of rows, with their counts."""
+    clipped: Counted
+    """1 where the clip removes the gradient; of labels, or of rows if they have one ratio."""
     divergence: Tensor | None
     """The estimate of the divergence from the reference; None without one."""
 
@@ -106,9 +120,10 @@ def judge_labels(
         own = log_probs.detach().requires_grad_()
         # Labels that don't count get a ratio of 1, so that their sizes don't matter.
         gains = (own - extras.get(OLD, log_probs.detach())) * counting
+        if options.of_completions:
+            gains = gains.sum(1, keepdim=True) / counting.sum(1, keepdim=True).clamp(min=1)
         ratios = gains.exp()
-        limited = ratios.clamp(1 - options.epsilon, 1 + options.epsilon_high)
-        each = -torch.minimum(ratios * advantages, limited * advantages)
+        each = -_limited(ratios, own, advantages, options).expand_as(own)
         divergence = None
         if options.beta:
             divergence = _divergence((extras[REFERENCE] - own) * counting)
@@ -117,14 +132,37 @@ def judge_labels(
             each = each + options.beta * divergence
         shares = _shares(counting, options)
         (slopes,) = torch.autograd.grad((each * shares).sum(), own)
-    clipped_low = (ratios < 1 - options.epsilon) & (advantages < 0)
-    clipped_high = (ratios > 1 + options.epsilon_high) & (advantages > 0)
+    clipped = _clipped(ratios, advantages, options).float()
+    counted = torch.ones_like(clipped) if options.of_completions else counting
     return JudgedLabels(
         weights=-slopes,
         loss=_counted(each.detach(), shares, options),
-        clipped=(clipped_low | clipped_high).float(),
+        clipped=Counted(clipped, counted),
         divergence=None if divergence is None else divergence.detach(),
     )
+
+
+def _limited(ratios: Tensor, log_probs: Tensor, advantages: Tensor, options: Policy) -> Tensor:
+    """Return the ratios times the advantages, with their limits. ratios: [rows, sequence] or [rows, 1]."""
+    if options.loss_type == "cispo":
+        return ratios.clamp(max=options.epsilon_high).detach() * advantages * log_probs
+    if options.loss_type == "sapo":
+        better, other = options.temperatures
+        steepness = torch.where(advantages > 0, better, other)
+        return (steepness * (ratios - 1)).sigmoid() * 4 / steepness * advantages
+    limited = ratios.clamp(1 - options.epsilon, 1 + options.epsilon_high)
+    free = ratios if options.delta is None else ratios.clamp(max=options.delta)
+    return torch.minimum(free * advantages, limited * advantages)
+
+
+def _clipped(ratios: Tensor, advantages: Tensor, options: Policy) -> Tensor:
+    """Return bool, as ratios: where the limit removes the gradient."""
+    if options.loss_type == "sapo":
+        return torch.zeros_like(ratios, dtype=torch.bool)
+    if options.loss_type == "cispo":
+        return (ratios > options.epsilon_high) & (advantages > 0)
+    low = (ratios < 1 - options.epsilon) & (advantages < 0)
+    return low | (ratios > 1 + options.epsilon_high) & (advantages > 0)
 
 
 def _divergence(differences: Tensor) -> Tensor:
@@ -134,7 +172,7 @@ def _divergence(differences: Tensor) -> Tensor:
 
 def _shares(counting: Tensor, options: Policy) -> Tensor:
     """Return the weight of each label in the sum over labels of a row."""
-    if options.loss_type == "grpo":
+    if options.loss_type in ("grpo", "sapo"):
         return counting / counting.sum(1, keepdim=True).clamp(min=1)
     if options.loss_type == "dr_grpo":
         return counting / options.most_tokens
@@ -142,7 +180,7 @@ def _shares(counting: Tensor, options: Policy) -> Tensor:
 
 
 def _counted(each: Tensor, shares: Tensor, options: Policy) -> Counted:
-    if options.loss_type == "dapo":
+    if options.loss_type in OVER_TOKENS:
         return Counted(each, shares)
     rows = (each * shares).sum(1)
     return Counted(rows, torch.ones_like(rows))

@@ -96,7 +96,10 @@ class Rollouts(CompletingFeeder):
         for column, reward in enumerate(self.sampler.rewards):
             figures[f"reward_{reward.name}"] = completions.rewards[:, column]
         floats = {name: values.float() for name, values in figures.items()}
-        return {**self.rows(asked, completions), **floats}
+        rows = self.rows(asked, completions)
+        if grpo.mask_truncated_completions:
+            rows["loss_mask"] = rows["loss_mask"] * torch.tensor(stopped).unsqueeze(1)
+        return {**rows, **floats}
 
     def completed(self, made: Microbatch, arrays: Batch) -> Microbatch:
         return made if self.images is None else self.images.feeder.completed(made, arrays)

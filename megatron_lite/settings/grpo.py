@@ -37,12 +37,39 @@ class Grpo:
     )
     epsilon: float = flag(0.2, "probability ratios are clipped to 1 - epsilon", samples=True)
     epsilon_high: float | None = flag(
-        None, "probability ratios are clipped to 1 + this (default: --epsilon)", samples=True
+        None,
+        "probability ratios are clipped to 1 + this (default: --epsilon); with cispo, their limit itself (default: 5)",
+        samples=True,
+    )
+    delta: float | None = flag(
+        None,
+        "limit of probability ratios also where a completion is worse than its group",
+        samples=True,
+    )
+    importance_sampling_level: str = flag(
+        "token",
+        "probability ratios are those of tokens, or of completions: the mean over their tokens (GSPO)",
+        choices=("token", "sequence"),
+        samples=True,
     )
     loss_type: str = flag(
         "dapo",
-        "mean over all tokens (dapo), over completions (grpo), or over completions of the most tokens (dr_grpo)",
-        choices=("dapo", "grpo", "dr_grpo"),
+        "mean over all tokens (dapo), over completions (grpo), or over completions of the most tokens (dr_grpo); ratios as limited "
+        "weights (cispo), or a smooth limit in place of the clip (sapo)",
+        choices=("dapo", "grpo", "dr_grpo", "cispo", "sapo"),
+        samples=True,
+    )
+    sapo_temperature_pos: float = flag(
+        1.0,
+        "sapo: the steepness of the limit where a completion is better than its group",
+        samples=True,
+    )
+    sapo_temperature_neg: float = flag(
+        1.05, "sapo: the same where a completion is not better", samples=True
+    )
+    mask_truncated_completions: bool = flag(
+        False,
+        "completions without an end are not learned; their rewards count in their group",
         samples=True,
     )
     scale_rewards: str = flag(

@@ -261,6 +261,33 @@ def _policy_numbers(grpo: Grpo) -> Judged:
     yield not 0 <= grpo.epsilon < 1, f"--epsilon {grpo.epsilon:g} has to lie between 0 and 1"
     high = grpo.epsilon_high
     yield high is not None and not high >= 0, f"--epsilon-high {high} must be 0 or more"
+    yield (
+        grpo.loss_type == "cispo" and high == 0,
+        "--epsilon-high 0: is the limit of the weights of --loss-type cispo; give more than 0, such as 5",
+    )
+    yield from _limits(grpo)
+
+
+def _limits(grpo: Grpo) -> Judged:
+    """Checks of the limits that only some losses have."""
+    delta, kind = grpo.delta, grpo.loss_type
+    usual = Grpo()
+    high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
+    yield (
+        delta is not None and not delta > 1 + high,
+        f"--delta {delta} must be more than {1 + high:g}, the limit of better completions",
+    )
+    yield (
+        delta is not None and kind in ("cispo", "sapo"),
+        f"--delta limits ratios that are clipped; leave it out with --loss-type {kind}",
+    )
+    for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
+        value = getattr(grpo, name)
+        yield not 0 < value < float("inf"), f"{flag_name(name)} {value:g} must be more than 0"
+        yield (
+            value != getattr(usual, name) and kind != "sapo",
+            f"{flag_name(name)} is a number of --loss-type sapo; leave it out with --loss-type {kind}",
+        )
 
 
 def _distillation(settings: Settings) -> Judged:

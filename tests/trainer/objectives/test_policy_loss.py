@@ -66,8 +66,57 @@ def test_ratios_are_clipped_and_losses_are_means_of_their_kind(
     counted = found.loss.losses * found.loss.weights
     assert torch.allclose(counted, torch.tensor(loss), atol=1e-6)
     assert torch.allclose(found.weights, torch.tensor(weights), atol=1e-6)
-    assert (found.clipped * COUNTING).tolist() == [[1, 0], [0, 0]]
+    assert (found.clipped.losses * found.clipped.weights).tolist() == [[1, 0], [0, 0]]
     assert found.divergence is None
+
+
+def test_one_ratio_of_a_row_is_the_mean_of_its_labels() -> None:
+    """Row 0 has the ratio (1.5 x 0.5)^(1/2), which is clipped to 0.9; its advantage is 2, so that the lower value counts."""
+    options = Policy(loss_type="grpo", of_completions=True, epsilon=0.1, epsilon_high=0.1)
+    found = judge_labels(RATIOS.log(), COUNTING, EXTRAS, options)
+    ratio = 0.75**0.5
+    assert found.loss.losses.tolist() == pytest.approx([-2 * ratio, 1.5])
+    assert found.weights[0].tolist() == pytest.approx([ratio, ratio])
+    assert found.weights[1].tolist() == pytest.approx([-1.5, 0])
+    assert found.clipped.losses.tolist() == [[0], [0]]
+    assert found.clipped.weights.tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "weights", "clipped"),
+    [
+        # The weights of the cross entropy are limited ratios times advantages.
+        (
+            Policy("cispo", epsilon_high=1.2),
+            [[-2.4 * 0.4054651, 1.0 * 0.6931472], [1.2 * 0.4054651, 0]],
+            [[2.4, 1.0], [-1.2, 0]],
+            [[1, 0], [0, 0]],
+        ),
+        # 4 s(0.5) x 2 and 4 s(-0.5) x 2; 4 / 2 s(2 x 0.5) x -1; s is the sigmoid
+        (
+            Policy("sapo", temperatures=(1.0, 2.0)),
+            [-(8 * 0.6224593 + 8 * 0.3775407) / 2, 2 * 0.7310586],
+            [[4 * 0.2350037 * 1.5, 4 * 0.2350037 * 0.5], [-4 * 0.1966119 * 1.5, 0]],
+            [[0, 0], [0, 0]],
+        ),
+        # The ratio 1.5 of row 1, whose advantage is -1, has a limit too.
+        (
+            Policy("dapo", delta=1.4),
+            [[-2.4, -1.0], [1.4, 0]],
+            [[0, 1.0], [0, 0]],
+            [[1, 0], [0, 0]],
+        ),
+    ],
+    ids=["cispo", "sapo", "delta"],
+)
+def test_other_limits_of_ratios(
+    options: Policy, loss: list[Any], weights: list[list[float]], clipped: list[list[float]]
+) -> None:
+    found = judge_labels(RATIOS.log(), COUNTING, EXTRAS, options)
+    counted = found.loss.losses * found.loss.weights
+    torch.testing.assert_close(counted, torch.tensor(loss))
+    torch.testing.assert_close(found.weights, torch.tensor(weights))
+    assert (found.clipped.losses * found.clipped.weights).tolist() == clipped
 
 
 @pytest.mark.parametrize(

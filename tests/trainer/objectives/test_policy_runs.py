@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import megaconv
 from tests.trainer.inference.conversations import save
@@ -16,6 +17,7 @@ WORDS = (
     "--lr-decay-style constant --log-interval 1 --global-batch-size 4 --eval-iters 0 --metrics-file metrics.jsonl "
     "--distributed-timeout-minutes 1 --make-vocab-size-divisible-by 2 --fp32 --save ckpt"
 )
+GSPO = "--loss-type grpo --importance-sampling-level sequence --epsilon 1e-3"
 REWARDS = '''
 def sevens(completions, id, **columns):
     """The share of a completion's tokens that are 7."""
@@ -57,7 +59,7 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "layout", "adapters"),
+    ("size", "layout", "further"),
     [
         (2, "", ""),
         (2, "--data-parallel-sharding-strategy optim_grads_params", ""),
@@ -68,20 +70,35 @@ def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         (2, "--pp 2", "--lora-rank 4 --lora-trainable-token-indices 5-40"),
         (2, "--tp 2", "--lora-rank 4 --lora-dora"),
         (2, "--data-parallel-sharding-strategy optim_grads_params", "--lora-rank 4 --lora-dora"),
+        (2, "", f"{GSPO} --mask-truncated-completions --micro-batch-size 2"),
+        (2, "--pp 2", f"{GSPO} --mask-truncated-completions"),
+        (2, "--tp 2", "--loss-type cispo"),
+        (2, "--pp 2", "--loss-type sapo"),
     ],
 )
 def test_a_run_at_a_layout_is_that_of_one_process(
-    size: int, layout: str, adapters: str, tmp_path: Path
+    size: int, layout: str, further: str, tmp_path: Path
 ) -> None:
-    command = (
-        f"{WORDS} --num-generations 4 --num-iterations 2 --beta 0.1 --train-iters 3 {adapters}"
-    )
+    command = f"{WORDS} --num-generations 4 --num-iterations 2 --beta 0.1 --train-iters 3 {further}"
     for name in ("alone", "several"):
         write_task(tmp_path / name)
     train(tmp_path / "alone", 1, command)
     train(tmp_path / "several", size, f"{command} {layout}")
     for one, other in zip(figures(tmp_path / "alone"), figures(tmp_path / "several"), strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+def test_a_step_without_a_completion_that_ends_changes_nothing(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    short = WORDS.replace("--max-completion-length 8", "--max-completion-length 1")
+    masked = f"{GSPO} --mask-truncated-completions --weight-decay 0"
+    train(tmp_path, 1, f"{short} --num-generations 2 --train-iters 1 {masked}")
+    (found,) = metrics(tmp_path)
+    assert found["truncated"] == 1
+    assert found["loss"] == found["grad_norm"] == found["clip_ratio"] == 0
+    trained, before = (megaconv.open(place) for place in (tmp_path / "ckpt", BASE))
+    for name in before.tensors:
+        assert torch.equal(trained.load(name), before.load(name).float()), name
 
 
 @pytest.mark.slow
@@ -160,6 +177,17 @@ def test_a_mixture_answers_chats_that_several_functions_judge(layout: str, tmp_p
     [
         ("--beta 0.1", "--beta requires --grpo"),
         ("--grpo --finetune-data p.jsonl", "--grpo needs --reward FILE.py:FUNCTION"),
+        ("--grpo --finetune-data p.jsonl --reward a.py:f --delta 1.2", "--delta 1.2 must be more than 1.2"),
+        ("--grpo --finetune-data p.jsonl --reward a.py:f --delta 3 --loss-type sapo", "leave it out with --loss-type sapo"),
+        ("--grpo --finetune-data p.jsonl --reward a.py:f --sapo-temperature-neg 2", "is a number of --loss-type sapo"),
+        (
+            "--grpo --finetune-data p.jsonl --reward a.py:f --loss-type sapo --sapo-temperature-pos 0",
+            "--sapo-temperature-pos 0 must be more than 0",
+        ),
+        (
+            "--grpo --finetune-data p.jsonl --reward a.py:f --loss-type cispo --epsilon-high 0",
+            "give more than 0, such as 5",
+        ),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --dpo", "--grpo and --dpo are two objectives"),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --sequence-parallel --tp 2", "not with --sequence-parallel; leave it out"),
         (
