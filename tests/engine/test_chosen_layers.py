@@ -175,6 +175,19 @@ def test_layers_are_chosen_between_all_formats(llama: Path, tmp_path: Path) -> N
     assert record["provenance"]["options"]["--layers"] == [0, 1, 4, 2, 3]
 
 
+@pytest.mark.parametrize(("chosen", "group"), [([0, 1], 2), ([2, 3], 2), ([0, 2], None)])
+def test_the_length_of_a_pattern_stays_if_the_chosen_layers_have_the_pattern(
+    chosen: list[int], group: int | None, tmp_path: Path
+) -> None:
+    """The published code of a Bailing hybrid reads layer_group_size alone."""
+    source = write_model(tmp_path / "hf", "bailing_hybrid", num_hidden_layers=4, layer_group_size=2)
+    megaconv.convert(source, tmp_path / "out", saver="hf", layers=chosen)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.get("layer_group_size") == group
+    kinds = ("linear_attention", "full_attention")
+    assert written["layer_types"] == [kinds[layer % 2] for layer in chosen]
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "flint"])
 def test_config_json_says_which_of_the_chosen_layers_have_experts(
     family: str, tmp_path: Path

@@ -150,8 +150,7 @@ class Family:
             return as_file(now | written_dropouts(self.name, run))
         # Many a config.json lists MTP layers that its files don't hold.
         before = changed(self.read_hf(config.hf), {"mtp_layers": config.mtp_layers})
-        together = [keys.names for keys in self.keys]
-        return as_file(updated(config.hf, self.write_hf(before), now, self.aliases, together))
+        return as_file(updated(config.hf, self.write_hf(before), now, self.aliases, self.keys))
 
     def _whole_config_json(self, config: ModelConfig) -> bytes:
         """The own config.json of a multimodal model. Raises NotExpressible if it no longer describes the language

@@ -9,7 +9,7 @@ from typing import Any
 from formats.ceilings import CONFIG_BYTES
 from formats.regular_files import read_json
 from megaconv.errors import CheckpointError, CorruptCheckpoint, UnknownFamily, UnsupportedInput
-from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.keys import CONFIG_NAME, Keys
 
 MLX = "mlx"
 QUANT_METHODS = (
@@ -144,22 +144,26 @@ def updated(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     aliases: Mapping[str, str],
-    together: Iterable[Collection[str]] = (),
+    groups: Iterable[Keys] = (),
 ) -> dict[str, Any]:
     """A model's own config.json with the changed keys.
 
     before: config.json as megaconv writes it for the model that `given` describes. now: the same for the current model.
     aliases: second name -> key. A second name stays only if its value is unchanged.
-    together: keys that describe one thing. If one of them changes, the others stay only with the values of `now`.
+    groups: keys that describe one thing. If one of them changes, the others get the values of `now`. Those that `now` lacks stay
+    only if they still describe the model, such as the length of a pattern of layers: some programs read no other key.
     """
     changes = {
         key: value for key, value in now.items() if key not in before or before[key] != value
     }
     dtype = changes.pop("torch_dtype", None)
-    for names in together:
-        if not changes.keys().isdisjoint(names):
-            changes |= {key: now[key] for key in names if key in now and key in given}
-            given = {key: value for key, value in given.items() if key in now or key not in names}
+    for group in groups:
+        replaced = changes.keys() & set(group.names)
+        if replaced:
+            changes |= {key: now[key] for key in group.names if key in now and key in given}
+            others = set(group.names) - now.keys()
+            if not others.isdisjoint(given) and not _describe(group, replaced, given, now):
+                given = {key: value for key, value in given.items() if key not in others}
     given = {name: value for name, value in given.items() if aliases.get(name) not in changes}
     merged = {**given, **changes}
     if dtype is not None:
@@ -176,6 +180,17 @@ def updated(
             if key in now and (key in merged or now[key] is not None):
                 merged[key] = now[key]
     return merged
+
+
+def _describe(
+    group: Keys, replaced: Collection[str], given: Mapping[str, Any], now: Mapping[str, Any]
+) -> bool:
+    """True if the keys of `given` say without the replaced ones of the group what `now` says."""
+    others = {key: value for key, value in {**given, **now}.items() if key not in replaced}
+    try:
+        return group.read(others) == group.read(now)
+    except CheckpointError:
+        return False
 
 
 def as_file(config: Mapping[str, Any]) -> bytes:
