@@ -101,7 +101,7 @@ def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, 
     """The experts that stay, by layer. Raises UsageError."""
     count = header.config.experts.count
     layers = _layers(header)
-    named = dict.fromkeys(layers, chosen[EVERYWHERE]) if EVERYWHERE in chosen else chosen
+    named = dict.fromkeys(layers, chosen[EVERYWHERE]) if chosen.keys() == {EVERYWHERE} else chosen
     kept = {layer: tuple(named[layer]) for layer in layers if layer in named}
     missing = [layer for layer in layers if layer not in kept]
     unknown = [layer for layer in named if layer not in kept]
@@ -114,7 +114,7 @@ def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, 
     for layer, experts in kept.items():
         if max(experts) >= count:
             raise UsageError(
-                f"{_OPTION}: {layer} of {place} has no expert {max(experts)}; its experts are 0 to {count - 1}"
+                f"{_OPTION}: {layer} of {place} has no expert {max(experts)!s:.20}; its experts are 0 to {count - 1}"
             )
     return kept
 

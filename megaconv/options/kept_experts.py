@@ -21,7 +21,7 @@ EVERYWHERE = "all layers"
 """The entry for experts that are the same in all layers."""
 Kept = Mapping[str, Sequence[int]]
 """Layers, such as `layers.3` or `mtp.0` -> the numbers of their experts that stay, in rising order."""
-_LAYER = re.compile(r"(layers|mtp)\.\d+", re.ASCII)
+_LAYER = re.compile(r"(layers|mtp)\.\d{1,9}", re.ASCII)
 
 
 def kept_experts(given: str | Path | Iterable[int] | Mapping[str, Iterable[int]]) -> Kept:

@@ -5,7 +5,6 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from formats.whole_file import write_whole
@@ -17,7 +16,7 @@ from megaconv.model.subjects import Experts
 from megaconv.options.kept_experts import EVERYWHERE, KEEP
 from megaconv.terminal import show
 from megatron_lite.forward.expert_scores import ExpertScores, measure
-from megatron_lite.inference.measuring import measured, pruning, read_passes
+from megatron_lite.inference.measuring import measured, output_file, pruning, read_passes
 from megatron_lite.inference.opening import OpenedEngine
 
 _STATES = 4
@@ -65,9 +64,7 @@ def _share(amounts: Sequence[float], kept: Sequence[int]) -> float:
 
 def main(given: argparse.Namespace) -> None:
     """Run the command. Raises UsageError."""
-    output = Path(given.output)
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no directory {output.parent}")
+    output = output_file(given)
 
     def work(opened: OpenedEngine) -> None:
         ranking = _ranked(given, opened)

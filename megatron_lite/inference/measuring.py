@@ -1,8 +1,10 @@
-"""What the commands that measure parts of a model share: one process, weights that are read when they are used, samples."""
+"""What the commands that measure parts of a model share: one process, weights that are read when they are used, samples, an output."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 from megaconv.commands.forward_pass import MAX_MEMORY
 from megaconv.errors import UsageError
@@ -10,6 +12,7 @@ from megaconv.options.values import byte_size
 from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.forward.rows import batches, rows_together
 from megatron_lite.inference.calibration.samples import read_samples, require_known
+from megatron_lite.inference.generating import require_other_file
 from megatron_lite.inference.opening import OpenedEngine, open_engine, run_on_ranks
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.processes import launch
@@ -27,6 +30,21 @@ def measured(
         measure(open_engine(given, parallel, place, most=given.seq_length))
 
     run_on_ranks(given, work)
+
+
+def output_file(given: argparse.Namespace) -> Path:
+    """Return the path of --output. Raises UsageError, before anything is measured, if no file can be written there."""
+    output = Path(given.output)
+    if output.is_dir():
+        raise UsageError(f"--output {output}: is a directory; name a file")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output {output}: there is no directory {output.parent}")
+    is_device = output.exists() and not output.is_file()
+    if not os.access(output if is_device else output.parent, os.W_OK):
+        raise UsageError(f"--output {output}: can't be written; choose another file")
+    for path in given.data:
+        require_other_file(given.output, "--data", path)
+    return output
 
 
 def read_passes(given: argparse.Namespace, opened: OpenedEngine, kept: int) -> list[Microbatch]:

@@ -280,6 +280,8 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ({"layer 2": [0, 1]}, 3, "expected names such as layers.3 or mtp.0 in place of 'layer 2'"),
         ({"layers.2": [0, -1]}, 3, "expected a list of numbers from 0 for layers.2"),
         ({"layers.2": [True]}, 3, "expected a list of numbers from 0 for layers.2"),
+        ({**OTHERS, "layers.2": [0, int("9" * 4000)]}, 2, "has no expert 99999999999999999999; its experts are"),
+        ({**OTHERS, "layers." + "7" * 9999: [0]}, 3, "expected names such as layers.3"),
         ({"layers.2": []}, 3, "expected a list of numbers from 0 for layers.2"),
         ({"layers.2": [3, 3]}, 2, "layers.2: names an expert twice"),
         ({}, 3, 'expected an object "keep" with the experts of each layer'),

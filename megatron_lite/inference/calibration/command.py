@@ -28,6 +28,7 @@ from megatron_lite.inference.calibration.recording import (
 )
 from megatron_lite.inference.calibration.samples import Sample, read_samples, require_known
 from megatron_lite.inference.calibration.statistics import hugging_face_matrices, merged
+from megatron_lite.inference.measuring import output_file
 from megatron_lite.inference.opening import OpenedEngine, open_engine, run_on_ranks
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.cache import Cache
@@ -43,9 +44,7 @@ def main(given: argparse.Namespace) -> None:
         raise UsageError("--awq: the search needs whole matrices; leave out --tp, or use --pp")
     if given.slots < 1:
         raise UsageError(f"--slots {given.slots} must be 1 or more")
-    output = Path(given.output)
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output}: there is no directory {output.parent}")
+    output = output_file(given)
 
     def work(parallel: Parallel, place: launch.Place) -> None:
         opened = open_engine(

@@ -157,6 +157,17 @@ def test_a_directory_that_there_is_not_is_refused(
     assert f"there is no directory {tmp_path}/nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["rank-experts", "calibrate"])
+def test_an_output_that_cannot_be_written_is_refused(
+    command: str, model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = texts.read_bytes()
+    for output, message in ((tmp_path, "is a directory"), (texts, "is the file of --data too")):
+        assert run(command, model, "--data", texts, "--output", output) == 2
+        assert f"--output {output}: {message}" in capsys.readouterr().err
+    assert texts.read_bytes() == content
+
+
 def test_a_model_without_experts_is_refused(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
