@@ -19,6 +19,7 @@ from megatron_lite.models.purposes import refuse_scores
 from megatron_lite.objectives.corpus import Corpus
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.probable_loss import ProbableLoss
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
@@ -96,7 +97,7 @@ class Objective:
 
     def criterion(self, settings: Settings) -> Criterion:
         """Return the loss."""
-        return OWN_LOSS
+        return ProbableLoss() if settings.data.finetune_loss == "dft" else OWN_LOSS
 
     def feeder(
         self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup

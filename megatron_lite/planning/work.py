@@ -38,6 +38,9 @@ DPO_LOSSES = 5
 KTO_LOSSES = 4
 """The loss, the rewards of good and bad answers and the divergence from the reference."""
 
+DFT_LOSSES = 2
+"""The cross entropy and the loss."""
+
 TEACHER_LOSSES = 3
 """The loss, the cross entropy of the labels and the divergence from the teacher."""
 
@@ -64,6 +67,8 @@ def work_of(settings: Settings) -> Work:
         return Work(rests_mtp=True, losses=TEACHER_LOSSES, completion=completion)
     if settings.rewards.reward_modeling:
         return Work(rows=2, rests_mtp=True)
+    if settings.data.finetune_loss == "dft":
+        return Work(rests_mtp=True, head_again=True, losses=DFT_LOSSES)
     return Work()
 
 
@@ -76,7 +81,7 @@ def _of_completions(settings: Settings) -> Work:
     return Work(
         rows=grpo.num_generations,
         rests_mtp=True,
-        head_again=has_reference or updates > 1,
+        head_again=has_reference or updates > 1 or grpo.loss_type == "cispo",
         losses=losses,
         updates=updates,
         measured=has_reference + (updates > 1),

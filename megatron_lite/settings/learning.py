@@ -48,6 +48,12 @@ class Data:
     finetune_turns: str = flag(
         "all", "assistant turns that are learned", choices=("all", "last"), samples=True
     )
+    finetune_loss: str = flag(
+        "nll",
+        "loss of the learned tokens: cross entropy (nll), or the same times the token's probability (dft)",
+        choices=("nll", "dft"),
+        samples=True,
+    )
     chat_template: str | None = flag(
         None, "file with a chat template (default: the tokenizer's own)"
     )

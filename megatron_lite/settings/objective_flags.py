@@ -17,10 +17,33 @@ OTHER_DATA = (
 
 def check_objective_flags(settings: Settings) -> None:
     """Raise UsageError for the first flag of an objective that is wrong, or that the run's objective does not use."""
-    for judge in (_pairs, _ratings, _rewards, _policy, _distillation, _task, _of_package, _images):
+    for judge in (
+        _finetune_loss,
+        _pairs,
+        _ratings,
+        _rewards,
+        _policy,
+        _distillation,
+        _task,
+        _of_package,
+        _images,
+    ):
         for wrong, message in judge(settings):
             if wrong:
                 raise UsageError(message)
+
+
+def _finetune_loss(settings: Settings) -> Judged:
+    """Checks of the loss of examples."""
+    if "finetune_loss" not in settings.given:
+        return
+    yield (
+        not settings.data.finetune_data,
+        "--finetune-loss is the loss of --finetune-data, which is missing",
+    )
+    others = [*_objectives(settings), ("--teacher-load", bool(settings.distilling.teacher_load))]
+    for other, is_asked in others:
+        yield is_asked, f"--finetune-loss: {other} has a loss of its own; leave one of them out"
 
 
 def _pairs(settings: Settings) -> Judged:

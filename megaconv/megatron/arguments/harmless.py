@@ -286,7 +286,7 @@ _BY_REASON: Mapping[str, str] = {
         beta delta epsilon epsilon_high grpo importance_sampling_level loss_type mask_truncated_completions max_completion_length
         num_generations num_iterations reward reward_modeling reward_weights sapo_temperature_neg sapo_temperature_pos
         scale_rewards simpo_gamma temperature use_bias_correction_kl
-        finetune_data finetune_form finetune_turns fp32 fp8_format kto kto_beta kto_desirable_weight
+        finetune_data finetune_form finetune_loss finetune_turns fp32 fp8_format kto kto_beta kto_desirable_weight
         kto_reference_cache kto_undesirable_weight keep_best keep_last keep_last_batch lora_alpha
         lora_dora lora_dropout lora_load lora_modules_to_save lora_rank lora_rslora lora_targets lora_trainable_token_indices
         metrics_file no_bias_gelu_fusion
