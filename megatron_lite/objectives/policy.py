@@ -122,10 +122,12 @@ class Completed(Objective):
             for name, value in figures.items()
             if name.startswith("reward_") and name not in FIGURES
         )
+        # A step whose completions are all masked has no label that counts.
+        clipped = f" | clipped {figures['clip_ratio']:.2%}" if "clip_ratio" in figures else ""
         divergence = f" | KL {figures['kl']:.5f}" if "kl" in figures else ""
         return (
             f" | reward {reward:.4f} +- {deviation:.4f}{several} | groups without signal {silent:.1%}"
-            f" | length {length:.1f}, truncated {truncated:.1%} | clipped {figures['clip_ratio']:.2%}{divergence}"
+            f" | length {length:.1f}, truncated {truncated:.1%}{clipped}{divergence}"
         )
 
 

@@ -291,6 +291,14 @@ def _policy_numbers(grpo: Grpo) -> Judged:
     yield from _limits(grpo)
 
 
+OF_CLIPPED = {
+    "delta": ("cispo", "sapo"),
+    "epsilon": ("cispo", "sapo"),
+    "epsilon_high": ("sapo",),
+}
+"""Limits of GRPO's ratios -> the losses that don't have them."""
+
+
 def _limits(grpo: Grpo) -> Judged:
     """Checks of the limits that only some losses have."""
     delta, kind = grpo.delta, grpo.loss_type
@@ -300,10 +308,11 @@ def _limits(grpo: Grpo) -> Judged:
         delta is not None and not delta > 1 + high,
         f"--delta {delta} must be more than {1 + high:g}, the limit of better completions",
     )
-    yield (
-        delta is not None and kind in ("cispo", "sapo"),
-        f"--delta limits ratios that are clipped; leave it out with --loss-type {kind}",
-    )
+    for name, others in OF_CLIPPED.items():
+        yield (
+            getattr(grpo, name) != getattr(usual, name) and kind in others,
+            f"{flag_name(name)} limits ratios that are clipped; leave it out with --loss-type {kind}",
+        )
     for name in ("sapo_temperature_pos", "sapo_temperature_neg"):
         value = getattr(grpo, name)
         yield not 0 < value < float("inf"), f"{flag_name(name)} {value:g} must be more than 0"

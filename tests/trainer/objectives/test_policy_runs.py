@@ -88,14 +88,18 @@ def test_a_run_at_a_layout_is_that_of_one_process(
         assert other == pytest.approx(one, rel=1e-4, abs=1e-5)
 
 
-def test_a_step_without_a_completion_that_ends_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ratios", [GSPO, "--loss-type dapo --beta 0.1"])
+def test_a_step_without_a_completion_that_ends_changes_nothing(ratios: str, tmp_path: Path) -> None:
+    """Without a label that counts, tokens have no share of clipped ones and no divergence."""
     write_task(tmp_path)
     short = WORDS.replace("--max-completion-length 8", "--max-completion-length 1")
-    masked = f"{GSPO} --mask-truncated-completions --weight-decay 0"
+    masked = f"{ratios} --mask-truncated-completions --weight-decay 0"
     train(tmp_path, 1, f"{short} --num-generations 2 --train-iters 1 {masked}")
     (found,) = metrics(tmp_path)
     assert found["truncated"] == 1
-    assert found["loss"] == found["grad_norm"] == found["clip_ratio"] == 0
+    assert (
+        found["loss"] == found["grad_norm"] == found.get("clip_ratio", 0) == found.get("kl", 0) == 0
+    )
     trained, before = (megaconv.open(place) for place in (tmp_path / "ckpt", BASE))
     for name in before.tensors:
         assert torch.equal(trained.load(name), before.load(name).float()), name
@@ -179,6 +183,8 @@ def test_a_mixture_answers_chats_that_several_functions_judge(layout: str, tmp_p
         ("--grpo --finetune-data p.jsonl", "--grpo needs --reward FILE.py:FUNCTION"),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --delta 1.2", "--delta 1.2 must be more than 1.2"),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --delta 3 --loss-type sapo", "leave it out with --loss-type sapo"),
+        ("--grpo --finetune-data p.jsonl --reward a.py:f --epsilon 0.1 --loss-type cispo", "--epsilon limits ratios that are"),
+        ("--grpo --finetune-data p.jsonl --reward a.py:f --epsilon-high 1 --loss-type sapo", "--epsilon-high limits ratios that are"),
         ("--grpo --finetune-data p.jsonl --reward a.py:f --sapo-temperature-neg 2", "is a number of --loss-type sapo"),
         (
             "--grpo --finetune-data p.jsonl --reward a.py:f --loss-type sapo --sapo-temperature-pos 0",
