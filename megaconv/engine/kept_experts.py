@@ -158,7 +158,8 @@ def require_routable(experts: Experts, kept: Sequence[int], subject: str) -> Non
             f"{subject}: the router has {groups} groups of experts; keep the same number of each group"
         )
     needed = max(RANKED_BY, -(-experts.per_token // best))
-    if best < groups and size < needed:
+    # A class with groups ranks them also if it takes all of them.
+    if experts.groups and size < needed:
         raise UsageError(
             f"{subject}: keeps {size} of each group of experts; the router needs {needed} or more"
         )

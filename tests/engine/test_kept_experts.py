@@ -319,6 +319,17 @@ def test_groups_of_experts_keep_the_same_number(tmp_path: Path) -> None:
     assert run(*words, "0-2,4-6,8-10,12-14").status == 0
 
 
+@pytest.mark.parametrize(("groups", "kept"), [(1, "2"), (2, "0,2")])
+def test_groups_that_are_all_taken_keep_two_experts_too(
+    groups: int, kept: str, tmp_path: Path
+) -> None:
+    """transformers' class computes the best two experts of each group."""
+    sizes = {"n_group": groups, "topk_group": groups, "num_experts_per_tok": groups}
+    oracle.create(ALL["deepseek_v3"], tmp_path / "hf", n_routed_experts=4, **sizes)
+    words = ["convert", tmp_path / "hf", tmp_path / "out", "--saver", "hf", "--keep-experts"]
+    assert_refused(run(*words, kept), 2, "keeps 1 of each group of experts; the router needs 2")
+
+
 def test_other_models_are_refused(mixture: Path, tmp_path: Path) -> None:
     dense = write_llama(tmp_path / "llama", layers=2)
     words = [tmp_path / "out", "--saver", "hf", "--keep-experts", "0-3"]
