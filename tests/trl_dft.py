@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from tests.trl_oracle import Recorder, numbers
+from tests.trl_oracle import OF_FINETUNING, Recorder, numbers
 
 
 def main(model: str, data: str, output: str, steps: str, rate: str) -> None:
@@ -27,18 +27,7 @@ def main(model: str, data: str, output: str, steps: str, rate: str) -> None:
         per_device_train_batch_size=len(records),
         max_steps=int(steps),
         learning_rate=float(rate),
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        max_grad_norm=0.0,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-        disable_tqdm=True,
-        gradient_checkpointing=False,
+        **OF_FINETUNING,
     )
     recorder = Recorder()
     trained = AutoModelForCausalLM.from_pretrained(model, dtype="float32")

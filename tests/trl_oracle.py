@@ -31,6 +31,26 @@ OWN = (
 )
 """Settings of a case that have TRL's names."""
 
+COMMON = {
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "disable_tqdm": True,
+    "gradient_checkpointing": False,
+}
+"""Settings of all of TRL's trainers."""
+OF_FINETUNING = {
+    **COMMON,
+    "weight_decay": 0.0,
+    "max_grad_norm": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.95,
+}
+"""Settings of runs on given examples."""
+
 
 def numbers(vocab: int, eos: int) -> PreTrainedTokenizerFast:
     """A tokenizer of numbers with spaces between them. 0 is padding."""
@@ -59,19 +79,7 @@ class Recorder(TrainerCallback):
 
 
 def config(output: Path, **settings: Any) -> GRPOConfig:
-    common = {
-        "output_dir": str(output),
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "shuffle_dataset": False,
-    }
-    return GRPOConfig(**common | settings)
+    return GRPOConfig(**COMMON | {"output_dir": str(output), "shuffle_dataset": False} | settings)
 
 
 def run(case: dict[str, Any], output: Path) -> None:

@@ -296,6 +296,40 @@ def add_samples(group: argparse._ArgumentGroup, *, samples: int, seq_length: int
     )
 
 
+def make_ranker(
+    command: str, description: str, examples: str, *, parts: str, samples: int
+) -> tuple[Parser, argparse._ArgumentGroup]:
+    """Return the parser of a command that ranks parts of a model, and its group of flags. No weight stays in memory.
+
+    parts: the parts that may be left out. samples: the default.
+    """
+    made = make_parser(
+        command,
+        f"{description} No weight stays in memory.",
+        examples,
+        quantizes=False,
+        adapts=False,
+        has_rows=False,
+        has_length=False,
+        has_layout=False,
+    )
+    made.set_defaults(stream_weights=True)
+    group = made.add_argument_group("measurement")
+    add_samples(group, samples=samples)
+    group.add_argument(
+        "--leave-out",
+        type=int,
+        metavar="N",
+        help=f"{parts} to leave out (a quarter of all)",
+    )
+    group.add_argument(
+        "--max-memory",
+        metavar="SIZE",
+        help="memory for activations and the block of weights that is being read (4GiB)",
+    )
+    return made, group
+
+
 def add_streaming(parser: Parser) -> None:
     """Add the flags of a model that is not held in memory."""
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Flags of `megatron-lite rank-experts`."""
 
 from megaconv.local_paths import local_word
-from megatron_lite.inference.flags import Parser, add_samples, command, make_parser
+from megatron_lite.inference.flags import Parser, command, make_ranker
 
 EXAMPLES = """  megatron-lite rank-experts Qwen3-30B-A3B --data chats.jsonl --leave-out 32 --output kept.json
   megatron-lite rank-experts ckpt --data corpus_text_document --samples 256 --seq-length 2048 --output kept.json
@@ -10,38 +10,19 @@ EXAMPLES = """  megatron-lite rank-experts Qwen3-30B-A3B --data chats.jsonl --le
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = make_parser(
+    made, group = make_ranker(
         "rank-experts",
-        "Measure how much each expert adds to the output of its layer, to leave experts out with `megaconv convert --keep-experts`. "
-        "No weight stays in memory.",
+        "Measure how much each expert adds to the output of its layer, to leave experts out with `megaconv convert --keep-experts`.",
         EXAMPLES,
-        quantizes=False,
-        adapts=False,
-        has_rows=False,
-        has_length=False,
-        has_layout=False,
+        parts="experts of each layer",
+        samples=64,
     )
-    made.set_defaults(stream_weights=True)
-    group = made.add_argument_group("measurement")
-    add_samples(group, samples=64)
-    add = group.add_argument
-    add(
-        "--leave-out",
-        type=int,
-        metavar="N",
-        help="experts of each layer to leave out (a quarter of all)",
-    )
-    add(
+    group.add_argument(
         "--output",
         required=True,
         type=local_word,
         metavar="FILE",
         help="the experts that stay, and the scores of all, as JSON",
-    )
-    add(
-        "--max-memory",
-        metavar="SIZE",
-        help="memory for activations and the block of weights that is being read (4GiB)",
     )
     return made
 

@@ -1,6 +1,6 @@
 """Flags of `megatron-lite rank-layers`."""
 
-from megatron_lite.inference.flags import Parser, add_samples, command, make_parser
+from megatron_lite.inference.flags import Parser, command, make_ranker
 
 EXAMPLES = """  megatron-lite rank-layers Mistral-7B --data chats.jsonl --leave-out 8
   megatron-lite rank-layers ckpt --data corpus_text_document --samples 32 --dtype bf16 --json
@@ -9,33 +9,14 @@ EXAMPLES = """  megatron-lite rank-layers Mistral-7B --data chats.jsonl --leave-
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made = make_parser(
+    made, group = make_ranker(
         "rank-layers",
-        "Measure how much each layer changes its input, to leave layers out with `megaconv convert --layers`. "
-        "No weight stays in memory.",
+        "Measure how much each layer changes its input, to leave layers out with `megaconv convert --layers`.",
         EXAMPLES,
-        quantizes=False,
-        adapts=False,
-        has_rows=False,
-        has_length=False,
-        has_layout=False,
+        parts="layers",
+        samples=16,
     )
-    made.set_defaults(stream_weights=True)
-    group = made.add_argument_group("measurement")
-    add_samples(group, samples=16)
-    add = group.add_argument
-    add(
-        "--leave-out",
-        type=int,
-        metavar="N",
-        help="layers to leave out (a quarter of all)",
-    )
-    add(
-        "--max-memory",
-        metavar="SIZE",
-        help="memory for activations and the block of weights that is being read (4GiB)",
-    )
-    add("--json", action="store_true", help="print one JSON document")
+    group.add_argument("--json", action="store_true", help="print one JSON document")
     return made
 
 
