@@ -23,6 +23,7 @@ from tests.trainer.loop import (
 )
 from tests.trainer.loop.launches import BERT, LLAMA, MIXTRAL
 from tests.trainer.objectives import test_policy_runs, test_retro
+from tests.trainer.parallel import test_probable_loss
 from tests.trainer.pretended_cuda.device import PretendedGpu
 from tests.trainer.pretended_cuda.guarded_processes import PretendedWorld
 from tests.trainer.retrieval.retro_fixture import megatrons_project
@@ -74,6 +75,19 @@ COMMANDS = {
         f"{test_policy_runs.WORDS} --num-generations 4 --num-iterations 2 --beta 0.1 --train-iters 2",
         test_policy_runs.write_task,
     ),
+    "rewards, ratios of completions": Command(
+        f"{test_policy_runs.WORDS} {test_policy_runs.GSPO} --mask-truncated-completions --num-generations 4 --num-iterations 2 "
+        "--train-iters 2",
+        test_policy_runs.write_task,
+    ),
+    "rewards, limited weights": Command(
+        f"{test_policy_runs.WORDS} --num-generations 4 --loss-type cispo --train-iters 2", test_policy_runs.write_task
+    ),
+    "rewards, a smooth limit": Command(
+        f"{test_policy_runs.WORDS} --num-generations 4 --num-iterations 2 --loss-type sapo --train-iters 2",
+        test_policy_runs.write_task,
+    ),
+    "examples by probability": Command(f"{test_probable_loss.ALL} --train-iters 2", test_probable_loss.write_prompts),
     "text": Command(
         f"pretrain {LLAMA.replace('--eval-iters 0', '')} --train-iters 3 --eval-interval 1 --eval-iters 1 {SAVES}"
     ),
@@ -164,7 +178,14 @@ def test_a_command_learns_what_it_learns_on_a_cpu(
         assert found[-1]["iteration"] == 3
     names = {
         *("loss", "grad_norm", "reward", "kl", "reward_margin", "validation_loss", "sop_loss"),
-        *("chosen_score", "rejected_score", "score_margin", "cross_entropy", "divergence"),
+        *(
+            "chosen_score",
+            "rejected_score",
+            "score_margin",
+            "cross_entropy",
+            "divergence",
+            "dft_loss",
+        ),
     }
     for line, expected in zip(found, on_cpu, strict=True):
         for name in names & set(expected):
