@@ -17,6 +17,7 @@ from formats.partial_files import fetch_whole
 from formats.regular_files import read_json, read_small
 from megaconv import registry
 from megaconv.adapters.peft_files import adapter_directory
+from megaconv.best_iteration import with_best
 from megaconv.commands.hub_commit import PushReport, apart, commit, hub_client, hub_errors
 from megaconv.commands.hub_files import (
     Hashes,
@@ -60,8 +61,9 @@ def push(
     afterwards.
     """
     require_repository(repository)
-    is_stored = is_store(str(directory))
-    path = stand_in(str(directory)) if is_stored else local_path(directory)
+    place = with_best(str(directory))
+    is_stored = is_store(place)
+    path = stand_in(place) if is_stored else local_path(place)
     if not options.as_is:
         path = adapter_directory(path)
     kind = _kind(path)

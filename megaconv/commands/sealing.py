@@ -17,6 +17,7 @@ from formats.ceilings import RECORD_BYTES, SIDECAR_BYTES, SIGNATURE_BYTES
 from formats.opened import OpenedFiles
 from formats.regular_files import read_small
 from formats.renames import sync_directory
+from megaconv.best_iteration import with_best
 from megaconv.commands.model_card import published_record
 from megaconv.commands.verification import verify
 from megaconv.engine.fingerprints import fingerprint_source
@@ -109,7 +110,7 @@ def seal(
     if key is None and not options.sigstore:
         if made.content is not None:
             _write(root, RECORD_NAME, made.content)
-        return Seal(str(path), made.fingerprint, made.tensors)
+        return Seal(str(root), made.fingerprint, made.tensors)
     replaced = {} if made.content is None else {RECORD_NAME: made.content}
     kept = {name: file for name, file in files.items() if name not in replaced}
     pieces = list(pieces_of(kept, method))
@@ -122,7 +123,7 @@ def seal(
         _write(root, RECORD_NAME, made.content)
     _write(root, SIGNATURE_NAME, signed)
     return Seal(
-        str(path), made.fingerprint, made.tensors, statement.root, len(statement.digests), signer
+        str(root), made.fingerprint, made.tensors, statement.root, len(statement.digests), signer
     )
 
 
@@ -138,9 +139,9 @@ def _require_consistent(options: SealOptions) -> None:
 
 
 def _directory(path: str | Path) -> Path:
-    root = Path(path)
     if isinstance(path, str) and scheme_of(path):
         raise UsageError(f"{path}: a seal is written into a directory; seal a local copy")
+    root = Path(with_best(str(path)))
     if not root.exists():
         raise nothing_at(root)
     if not root.is_dir():

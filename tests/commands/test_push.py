@@ -15,6 +15,7 @@ import yaml
 import megaconv
 from megaconv.commands.model_card import CARD
 from tests import hub_server
+from tests.conftest import FIXTURES
 from tests.forks import start
 from tests.hub_server import Hub
 from tests.models import write_llama
@@ -220,6 +221,16 @@ def test_a_megatron_checkpoint_is_converted_or_pushed_as_it_is(hub: Hub, core: P
     assert sorted(path.name for path in core.parent.glob(".*")) == []
     assert push(core, "org/megatron", "--as-is").status == 0
     assert hub.files("org/megatron").keys() >= contents(core).keys()
+
+
+def test_the_best_iteration_of_a_run_is_pushed(hub: Hub, tmp_path: Path) -> None:
+    """A checkpoint of Megatron is converted."""
+    run_directory = tmp_path / "run"
+    shutil.copytree(FIXTURES / "core-llama-tp2pp2/checkpoint", run_directory)
+    number = (run_directory / "latest_checkpointed_iteration.txt").read_text()
+    (run_directory / "best_checkpointed_iteration.txt").write_text(number)
+    assert push(run_directory / "best", NAME).status == 0
+    assert "model.safetensors" in hub.files(NAME)
 
 
 @pytest.mark.parametrize(

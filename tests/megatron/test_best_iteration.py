@@ -41,6 +41,9 @@ def test_the_best_iteration_is_read(tuned: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert megaconv_run("convert", tuned / "best", out, "--saver", "hf", "--verify").status == 0
     assert megaconv_run("diff", tuned / "best", out).status == 0
+    sealed = megaconv_run("seal", tuned / "best")
+    assert f"sealed without a signature: {tuned / expected(tuned)}/megaconv.json" in sealed.out
+    assert megaconv_run("verify", tuned / "best").status == 0
 
 
 def test_a_relative_path_may_look_like_a_name_on_the_hub(

@@ -38,6 +38,6 @@ def seal(
     if found.fingerprint is not None:
         show(f"{counted(found.tensors, 'tensor')}, fingerprint {found.fingerprint}")
     if found.digest is None:
-        show(f"sealed without a signature: {path}/megaconv.json")
+        show(f"sealed without a signature: {found.path}/megaconv.json")
     else:
         show(f"signed by {found.signer}: {counted(found.files, 'file')}, digest {found.digest}")
