@@ -26,7 +26,7 @@ from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import CONFIG
 from megaconv.adapters.targets import weights_of
 from megaconv.engine.provenance import names_another
-from megaconv.errors import NotExpressible
+from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import family, has_text_only
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -220,6 +220,12 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
             )
         adapted += own
         a, b = as_floats(module.a), as_floats(module.b)
+        if len(a) != described.rank * len(own):
+            raise TensorMismatch(
+                f"{adapter.weights}: {module.module} has an A of {len(a)} rows, and this model needs "
+                f"{described.rank * len(own)}; give the model that the adapter was trained on",
+                code="misshapen-tensor",
+            )
         for number, each in enumerate(own):
             tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
             tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])

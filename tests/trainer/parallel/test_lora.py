@@ -625,6 +625,16 @@ def test_the_stacked_matrices_of_experts_are_those_of_the_file() -> None:
     assert config["target_modules"] == ["self_attn.q_proj"]
 
 
+def test_adapters_of_another_number_of_experts_are_refused(tmp_path: Path) -> None:
+    whole = PEFT / "peft-mixtral-experts"
+    megaconv.convert(whole / "base", tmp_path / "fewer", saver="hf", keep_experts=[0, 2])
+    config = open_checkpoint(tmp_path / "fewer").config
+    with pytest.raises(
+        TensorMismatch, match=r"experts\S* has an A of 8 rows, .* needs 4; give the"
+    ):
+        read_adapter(whole / "adapter", config)
+
+
 class Unread(list[int]):
     """A list that may be replaced, but not read."""
 
