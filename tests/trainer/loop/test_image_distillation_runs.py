@@ -11,12 +11,16 @@ from torch import Tensor
 
 import megaconv
 from tests.trainer.image_texts import WORD
-from tests.trainer.loop.launches import launch, metrics, train
+from tests.trainer.loop.launches import launch, train
 from tests.trainer.loop.test_image_pair_runs import QUESTIONS
 from tests.trainer.loop.test_image_runs import Example, examples
 from tests.trainer.loop.whole_models import (
+    STEPS,
     OfTransformers,
+    all_figures,
+    assert_figures,
     assert_weights,
+    figures,
     learn,
     load_whole,
     message,
@@ -28,13 +32,11 @@ pytestmark = pytest.mark.oracle
 
 LR = 0.1
 ALPHA, TEMPERATURE = 0.6, 2.0
-STEPS = (
-    "--train-iters 2 --global-batch-size 1 --seq-length 448 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 "
-    f"--lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --metrics-file metrics.jsonl "
-    f"--distill-alpha {ALPHA} --distill-temperature {TEMPERATURE} --distributed-timeout-minutes 1 --save run"
+COMMAND = (
+    f"finetune --load hf --teacher-load taught/hf --finetune-data data/chats.jsonl --distill-alpha {ALPHA} "
+    f"--distill-temperature {TEMPERATURE} --lr {LR} --global-batch-size 1 --seq-length 448 {STEPS}"
 )
-"""Two steps, each with all chats in its one sample."""
-COMMAND = f"finetune --load hf --teacher-load taught/hf --finetune-data data/chats.jsonl {STEPS}"
+"""Each step has all chats in its one sample."""
 FIGURES = ("loss", "cross_entropy", "divergence")
 FAST = (("qwen3_vl", "qwen3_vl"), ("qwen2_5_vl", "exaone4_5"), ("gemma3", "gemma3"))
 """Students and teachers whose runs are not only among the slow tests. The tokens of EXAONE's images have positions as a text."""
@@ -85,17 +87,6 @@ def steps_of_transformers(
     return [step(model, taught, chats) for _ in range(count)], model
 
 
-def figures(directory: Path) -> list[list[float]]:
-    return [[line[name] for name in FIGURES] for line in metrics(directory) if "loss" in line]
-
-
-def assert_figures(directory: Path, expected: list[list[float]]) -> None:
-    found = figures(directory)
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-6)
-
-
 @pytest.mark.parametrize(("student", "teacher"), FAST)
 def test_two_steps_are_those_of_transformers(student: str, teacher: str, tmp_path: Path) -> None:
     """In packed rows, with several images in a chat, and with a chat without an image."""
@@ -104,7 +95,7 @@ def test_two_steps_are_those_of_transformers(student: str, teacher: str, tmp_pat
     log = train(tmp_path, 1, COMMAND).log(0)
     assert "the encoder of hf reads the images" in log
     assert "the encoder of taught/hf reads the images" in log
-    assert_figures(tmp_path, expected)
+    assert_figures(tmp_path, FIGURES, expected, within=1e-6)
     assert_weights(tmp_path, model)
 
 
@@ -115,7 +106,7 @@ def test_a_step_is_that_of_transformers(student: str, teacher: str, tmp_path: Pa
     make(student, teacher, tmp_path)
     expected, model = steps_of_transformers(student, teacher, tmp_path, 1)
     train(tmp_path, 1, COMMAND.replace("--train-iters 2", "--train-iters 1"))
-    assert_figures(tmp_path, expected)
+    assert_figures(tmp_path, FIGURES, expected, within=1e-6)
     assert_weights(tmp_path, model)
 
 
@@ -133,7 +124,7 @@ def test_the_steps_are_the_same_in_every_layout(size: int, layout: str, tmp_path
     make("qwen3_vl", "qwen3_vl", tmp_path)
     expected, model = steps_of_transformers("qwen3_vl", "qwen3_vl", tmp_path)
     train(tmp_path, size, f"{COMMAND} {layout}")
-    assert_figures(tmp_path, expected)
+    assert_figures(tmp_path, FIGURES, expected, within=1e-6)
     assert_weights(tmp_path, model)
 
 
@@ -145,10 +136,10 @@ def test_ranks_without_an_image_learn_beside_ranks_with_some(tmp_path: Path) -> 
     )
     command = f"{command} --micro-batch-size 2"
     train(tmp_path, 1, command)
-    alone = figures(tmp_path)
+    alone = figures(tmp_path, FIGURES)
     (tmp_path / "metrics.jsonl").unlink()
     train(tmp_path, 2, f"{command} --use-distributed-optimizer".replace("--save run", "--save two"))
-    for one, other in zip(alone, figures(tmp_path), strict=True):
+    for one, other in zip(alone, figures(tmp_path, FIGURES), strict=True):
         assert other == pytest.approx(one, rel=1e-5)
 
 
@@ -161,26 +152,18 @@ def test_a_run_continues_and_evaluates_with_the_same_teacher(tmp_path: Path) -> 
     command = COMMAND.replace("--load hf", f"{student} {valid}")
     log = train(tmp_path, 1, command).log(0)
     assert "validation loss" in log
-    whole = without_times(tmp_path)
+    whole = all_figures(tmp_path, FIGURES)
     (tmp_path / "metrics.jsonl").unlink()
     again = command.replace("--save run", "--save again")
     train(tmp_path, 1, f"{again} --exit-interval 1")
     log = train(tmp_path, 1, f"{again} --resume").log(0)
     assert "continuing after step 1" in log
-    assert without_times(tmp_path) == whole
+    assert all_figures(tmp_path, FIGURES) == whole
     adapters = [
         (tmp_path / run / "iter_0000002" / "adapter_model.safetensors").read_bytes()
         for run in ("run", "again")
     ]
     assert adapters[0] == adapters[1]
-
-
-def without_times(directory: Path) -> list[dict[str, Any]]:
-    """The figures of training and of evaluation."""
-    return [
-        {name: value for name, value in line.items() if name.endswith(FIGURES)}
-        for line in metrics(directory)
-    ]
 
 
 def step_on_completions(directory: Path) -> tuple[float, Any]:
@@ -223,7 +206,7 @@ def test_a_step_on_own_completions_is_that_of_transformers(tmp_path: Path) -> No
     expected, model = step_on_completions(tmp_path)
     command = PROMPTS.replace("--train-iters 2", "--train-iters 1")
     train(tmp_path, 1, f"{command} --temperature 1e-4")
-    ((loss, _, divergence),) = figures(tmp_path)
+    ((loss, _, divergence),) = figures(tmp_path, FIGURES)
     assert loss == divergence == pytest.approx(expected, rel=1e-5)
     assert_weights(tmp_path, model)
 
@@ -314,5 +297,5 @@ def test_a_teacher_of_texts_teaches_a_multimodal_model_texts(tmp_path: Path) -> 
     chat = {"messages": [message("user", "no image"), message("assistant", "none")]}
     write_chats(tmp_path / "data", [chat])
     train(tmp_path, 1, COMMAND)
-    (first, second) = figures(tmp_path)
+    (first, second) = figures(tmp_path, FIGURES)
     assert second[2] < first[2]

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-import megaconv
-from tests.trainer.loop.launches import launch, metrics, train
+from tests.trainer.loop import whole_models
+from tests.trainer.loop.launches import train
 from tests.trainer.loop.test_image_pair_runs import QUESTIONS
-from tests.trainer.loop.whole_models import OfTransformers, assert_weights, message
+from tests.trainer.loop.whole_models import STEPS, OfTransformers, assert_weights, message
 from tests.trainer.multimodal import MODELS, create, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -18,14 +18,11 @@ pytestmark = pytest.mark.oracle
 
 LR = 0.05
 BETA, DESIRABLE, UNDESIRABLE = 0.5, 1.6, 0.4
-STEPS = (
-    "--train-iters 2 --global-batch-size 6 --micro-batch-size 3 --seq-length 192 --fp32 --optimizer sgd --sgd-momentum 0 "
-    f"--weight-decay 0 --clip-grad 0 --lr {LR} --lr-decay-style constant --lr-warmup-iters 0 --log-interval 1 --kto --kto-beta {BETA} "
-    f"--kto-desirable-weight {DESIRABLE} --kto-undesirable-weight {UNDESIRABLE} "
-    "--metrics-file metrics.jsonl --distributed-timeout-minutes 1 --save run"
+COMMAND = (
+    f"finetune --load hf --finetune-data data/rated.jsonl --kto --kto-beta {BETA} --kto-desirable-weight {DESIRABLE} "
+    f"--kto-undesirable-weight {UNDESIRABLE} --lr {LR} --global-batch-size 6 --micro-batch-size 3 --seq-length 192 {STEPS}"
 )
-"""Two steps. Each has all answers, so their order doesn't matter."""
-COMMAND = f"finetune --load hf --finetune-data data/rated.jsonl {STEPS}"
+"""Each step has all answers, so their order doesn't matter."""
 FIGURES = ("loss", "chosen_reward", "rejected_reward", "kl")
 FAST = ("qwen3_vl", "gemma3")
 """Models whose runs are not only among the slow tests."""
@@ -120,10 +117,7 @@ def steps_of_transformers(
 
 
 def assert_figures(directory: Path, expected: list[list[float]]) -> None:
-    found = [[line[name] for name in FIGURES] for line in metrics(directory) if "loss" in line]
-    assert len(found) == len(expected)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+    whole_models.assert_figures(directory, FIGURES, expected)
 
 
 @pytest.mark.parametrize("kind", FAST)
@@ -147,83 +141,3 @@ def test_a_step_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
     _, model = steps_of_transformers(kind, tmp_path, 1)
     train(tmp_path, 1, COMMAND.replace("--train-iters 2", "--train-iters 1"))
     assert_weights(tmp_path, model)
-
-
-@pytest.mark.parametrize(
-    ("size", "layout"),
-    [
-        (2, "--pipeline-model-parallel-size 2"),
-        pytest.param(2, "--tensor-model-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.slow),
-        pytest.param(2, "--context-parallel-size 2", marks=pytest.mark.slow),
-        pytest.param(2, "--use-distributed-optimizer", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_the_steps_are_the_same_in_every_layout(size: int, layout: str, tmp_path: Path) -> None:
-    make("qwen3_vl", tmp_path)
-    expected, model = steps_of_transformers("qwen3_vl", tmp_path)
-    train(tmp_path, size, f"{COMMAND} {layout}")
-    assert_figures(tmp_path, expected)
-    assert_weights(tmp_path, model)
-
-
-def losses(directory: Path) -> list[float]:
-    return [line["loss"] for line in metrics(directory) if "loss" in line]
-
-
-def test_adapters_learn_from_rated_answers_with_images(tmp_path: Path) -> None:
-    """The encoder of another directory reads the images of a language model alone."""
-    make("qwen2_5_vl", tmp_path)
-    megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
-    command = f"{COMMAND} --lora-rank 4 --lr 1.0"
-    train(tmp_path, 1, command)
-    whole = losses(tmp_path)
-    assert whole[1] < whole[0] - 0.01
-    (tmp_path / "metrics.jsonl").unlink()
-    other = command.replace("--load hf", "--load text --image-encoder hf")
-    train(tmp_path, 1, other.replace("--save run", "--save other"))
-    assert losses(tmp_path) == whole
-
-
-def test_a_run_continues_with_the_same_reference_until_an_image_changes(tmp_path: Path) -> None:
-    from PIL import Image
-
-    make("qwen2_5_vl", tmp_path)
-    lines = map(json.dumps, records()[:2])
-    (tmp_path / "data" / "valid.jsonl").write_text("\n".join(lines))
-    valid = "--valid-finetune-data data/valid.jsonl --eval-interval 1"
-    command = f"{COMMAND} {valid} --kto-reference-cache kept"
-    log = train(tmp_path, 1, command).log(0)
-    assert "validation loss" in log
-    whole = metrics(tmp_path)
-    (tmp_path / "metrics.jsonl").unlink()
-    again = command.replace("--save run", "--save again")
-    train(tmp_path, 1, f"{again} --exit-interval 1")
-    log = train(tmp_path, 1, f"{again} --resume").log(0)
-    assert "of 6 rated answers for training: taken from kept/kto-reference-training.npz" in log
-    assert [figures(line) for line in metrics(tmp_path)] == [figures(line) for line in whole]
-    assert megaconv.fingerprint(tmp_path / "run") == megaconv.fingerprint(tmp_path / "again")
-
-    path = tmp_path / "data" / "3.png"
-    with Image.open(path) as image:
-        changed = image.point(lambda value: 255 - value)
-    changed.save(path)
-    log = train(tmp_path, 1, command.replace("--save run", "--save third")).log(0)
-    assert "training.npz: was made with other images or their encoder; the reference" in log
-    assert "of 2 rated answers for validation: taken from kept/kto-reference-validation.npz" in log
-
-
-def figures(line: dict[str, Any]) -> dict[str, Any]:
-    """A line's figures of training or of evaluation."""
-    return {name: value for name, value in line.items() if name.endswith((*FIGURES, "step"))}
-
-
-def test_a_model_of_texts_refuses_images_in_one_line(tmp_path: Path) -> None:
-    make("qwen2_5_vl", tmp_path)
-    megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
-    running = launch(tmp_path, 1, COMMAND.replace("--load hf", "--load text"))
-    assert running.wait() == [3]
-    words = "data/rated.jsonl:1: has images, and this run reads texts alone; --dpo and --kto read images too"
-    assert words in running.log(0)
-    assert "Traceback" not in running.log(0)
-    assert not (tmp_path / "run").exists()

@@ -1,15 +1,23 @@
 """transformers' whole multimodal models: log-probabilities of answers to questions with images, and steps of their language model."""
 
+from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import megaconv
 from tests.trainer.image_texts import WORD, shown
+from tests.trainer.loop.launches import metrics
 from tests.trainer.multimodal import PLACEHOLDERS, token
 
+STEPS = (
+    "--train-iters 2 --fp32 --optimizer sgd --sgd-momentum 0 --weight-decay 0 --clip-grad 0 --lr-decay-style constant "
+    "--lr-warmup-iters 0 --log-interval 1 --metrics-file metrics.jsonl --distributed-timeout-minutes 1 --save run"
+)
+"""Two steps in which the weights change by the gradients."""
 BESIDE = (
     "visual",
     "model.merger",
@@ -126,6 +134,30 @@ def learn(model: Any, loss: torch.Tensor, lr: float) -> None:
             if parameter.grad is not None and not any(part in name for part in BESIDE):
                 parameter -= lr * parameter.grad
             parameter.grad = None
+
+
+def figures(directory: Path, names: Sequence[str]) -> list[list[float]]:
+    """The figures of each step."""
+    return [[line[name] for name in names] for line in metrics(directory) if "loss" in line]
+
+
+def all_figures(directory: Path, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The figures of training and of evaluation by name, without times."""
+    ends = tuple(names)
+    return [
+        {name: value for name, value in line.items() if name.endswith(ends)}
+        for line in metrics(directory)
+    ]
+
+
+def assert_figures(
+    directory: Path, names: Sequence[str], expected: list[list[float]], within: float = 1e-5
+) -> None:
+    """The figures of each step are the first ones that are expected. within: the difference of figures near 0."""
+    found = figures(directory, names)
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == pytest.approx(theirs[: len(names)], rel=1e-5, abs=within)
 
 
 def assert_weights(directory: Path, model: Any) -> None:
