@@ -1,6 +1,6 @@
 """Pairs of answers to questions with images: both rows have the same images, and no image is cut."""
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +10,22 @@ import pytest
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, read_at_once
-from megatron_lite.data.finetuning.pair_dataset import PairDataset, pair_dataset
 from megatron_lite.data.finetuning.pieces import pairs_for
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.places import NO_IMAGE
 from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from tests.trainer.multimodal import create, token, write_chats
+from tests.trainer.data.image_answers import (
+    PAD,
+    TURNS,
+    assert_whole_images,
+    dataset_of,
+    read_answers,
+    said,
+)
+from tests.trainer.multimodal import create
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
-
-PAD = token("<|image_pad|>")
-
-
-def said(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
 
 PAIR = {
     "prompt": [said("user", "<image>or<image>?")],
@@ -43,17 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def read(model: Path, directory: Path, *records: Any) -> Examples:
-    write_chats(directory)
-    path = directory / "pairs.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    options = ReadingOptions(pairs=True, images=ImageReader(model))
-    return read_examples([str(path)], HuggingFaceTokenizer(str(model)), options)
-
-
-def dataset_of(examples: Examples, length: int) -> PairDataset:
-    pieces = pairs_for(examples, length)
-    return pair_dataset(pieces, np.arange(len(pieces)), length, None, seed=1)
+read = partial(read_answers, pairs=True)
 
 
 def test_both_answers_have_the_same_images_which_are_read_once(model: Path, tmp_path: Path) -> None:
@@ -61,7 +51,7 @@ def test_both_answers_have_the_same_images_which_are_read_once(model: Path, tmp_
     assert examples.images is not None
     assert examples.images.numbers.tolist() == [0, 1, 0, 1]
     assert not examples.unread
-    dataset = dataset_of(examples, 96)
+    dataset = dataset_of(pairs_for(examples, 96), 96)
     of_number = {int(number): dataset[place] for place, number in enumerate(dataset.order)}
     assert of_number[0].images.tolist() == [0, 1, 0, 1]
     assert of_number[1].images.tolist() == [NO_IMAGE] * 4
@@ -80,20 +70,13 @@ def test_both_answers_have_the_same_images_which_are_read_once(model: Path, tmp_
 @pytest.mark.parametrize("length", range(4, 90))
 def test_no_part_of_an_image_is_in_a_sample(length: int, model: Path, tmp_path: Path) -> None:
     """Here the answers follow on questions in which images are."""
-    turns = [said("user", "<image>?"), said("assistant", "yes"), said("user", "<image>?")]
     long = {
-        "chosen": [turns[0], said("assistant", "yes"), turns[2], turns[1]],
-        "rejected": [turns[0], said("assistant", "no"), turns[2], turns[1]],
+        "chosen": [*TURNS, TURNS[1]],
+        "rejected": [TURNS[0], said("assistant", "no"), TURNS[2], TURNS[1]],
         "images": ["0.png", "1.png"],
     }
     examples = read(model, tmp_path, PAIR, long, TEXTS)
-    assert examples.images is not None
-    dataset = dataset_of(examples, length)
-    for index in range(len(dataset)):
-        sample = dataset[index]
-        numbers = [number for number in sample.images.tolist() if number != NO_IMAGE]
-        tokens = sum(examples.images.reader.tokens(number) for number in numbers)
-        assert (sample.tokens == PAD).sum() == tokens
+    assert_whole_images(dataset_of(pairs_for(examples, length), length))
 
 
 def test_images_that_are_in_no_sample_are_counted_once(model: Path, tmp_path: Path) -> None:
@@ -154,7 +137,7 @@ def test_the_hash_of_images_knows_their_contents_and_not_their_numbers(
     options = ReadingOptions(pairs=True, images=reader)
     tokenizer = HuggingFaceTokenizer(str(model))
     for _ in range(2):  # the second reading gives other numbers
-        again = read_examples([str(tmp_path / "pairs.jsonl")], tokenizer, options)
+        again = read_examples([str(tmp_path / "answers.jsonl")], tokenizer, options)
     assert again.images is not None
     assert again.images.numbers.tolist() == [2, 3, 2, 3]
     reads: list[int] = []

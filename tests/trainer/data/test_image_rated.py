@@ -1,22 +1,26 @@
 """Rated answers to questions with images: the question keeps its images beside the answer to another question."""
 
 import base64
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from formats.errors import CorruptCheckpoint
-from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
+from megatron_lite.data.finetuning.examples import Examples
 from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, read_at_once
-from megatron_lite.data.finetuning.pair_dataset import PairDataset, pair_dataset
 from megatron_lite.data.finetuning.pieces import rated_for
 from megatron_lite.data.images.places import NO_IMAGE
-from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer
-from tests.trainer.data.test_image_pairs import PAD, said
+from tests.trainer.data.image_answers import (
+    PAD,
+    TURNS,
+    assert_whole_images,
+    dataset_of,
+    read_answers,
+    said,
+)
 from tests.trainer.multimodal import create, write_chats
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
@@ -40,17 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def read(model: Path, directory: Path, *records: Any) -> Examples:
-    write_chats(directory)
-    path = directory / "rated.jsonl"
-    path.write_text("\n".join(map(json.dumps, records)))
-    options = ReadingOptions(rated=True, images=ImageReader(model))
-    return read_examples([str(path)], HuggingFaceTokenizer(str(model)), options)
-
-
-def dataset_of(examples: Examples, length: int) -> PairDataset:
-    pieces = rated_for(examples, length)
-    return pair_dataset(pieces, np.arange(len(pieces)), length, None, seed=1)
+read = partial(read_answers, rated=True)
 
 
 def answers(examples: Examples, model: Path) -> list[str]:
@@ -69,7 +63,7 @@ def test_both_rows_have_the_images_of_the_question(model: Path, tmp_path: Path) 
     assert examples.images is not None
     assert examples.images.numbers.tolist() == [0, 0, 1, 1]
     assert not examples.unread
-    dataset = dataset_of(examples, 96)
+    dataset = dataset_of(rated_for(examples, 96), 96)
     of_number = {int(number): dataset[place] for place, number in enumerate(dataset.order)}
     assert [of_number[n].images.tolist() for n in range(3)] == [[0, 0], [NO_IMAGE] * 2, [1, 1]]
     for number, image in ((0, 0), (2, 1)):
@@ -117,16 +111,9 @@ def rows_of(examples: Examples) -> list[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("length", range(4, 60))
 def test_no_part_of_an_image_is_in_a_sample(length: int, model: Path, tmp_path: Path) -> None:
-    turns = [said("user", "<image>?"), said("assistant", "yes"), said("user", "<image>?")]
-    long = {"messages": [*turns, turns[1]], "images": ["0.png", "1.png"], "label": False}
+    long = {"messages": [*TURNS, TURNS[1]], "images": ["0.png", "1.png"], "label": False}
     examples = read(model, tmp_path, rated("a cat", "1.png"), long, TEXT)
-    assert examples.images is not None
-    dataset = dataset_of(examples, length)
-    for index in range(len(dataset)):
-        sample = dataset[index]
-        numbers = [number for number in sample.images.tolist() if number != NO_IMAGE]
-        tokens = sum(examples.images.reader.tokens(number) for number in numbers)
-        assert (sample.tokens == PAD).sum() == tokens
+    assert_whole_images(dataset_of(rated_for(examples, length), length))
 
 
 @pytest.mark.parametrize(
