@@ -23,8 +23,7 @@ from megaconv.options.kept_experts import EVERYWHERE, Kept
 from megaconv.values.selected_rows import SelectedRows
 
 _OPTION = "--keep-experts"
-_MLP = re.compile(r"(?P<layer>(?:layers|mtp)\.\d+)\.mlp\.(?P<rest>.+)")
-_EXPERT = re.compile(r"experts\.(?P<expert>\d+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"(?P<layer>(?:layers|mtp)\.\d+)\.mlp\.experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 
 
 @dataclass(frozen=True)
@@ -121,26 +120,33 @@ def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, 
 
 def _layers(header: Header) -> list[str]:
     """The layers with experts, in model order."""
-    matches = [_MLP.fullmatch(key.name) for key in header.manifest if key.slot == WEIGHT]
-    found = [match["layer"] for match in matches if match and _EXPERT.fullmatch(match["rest"])]
+    matches = [_EXPERT.fullmatch(key.name) for key in header.manifest if key.slot == WEIGHT]
+    found = [match["layer"] for match in matches if match]
     return list(dict.fromkeys(found))
 
 
 def _config(config: ModelConfig, kept: Mapping[str, Sequence[int]]) -> ModelConfig:
     """The configuration of the model. Raises UsageError if no such model is possible, and NotExpressible."""
-    sizes = {len(experts): layer for layer, experts in kept.items()}
-    if len(sizes) > 1:
-        (few, one), *_, (many, other) = sorted(sizes.items())
-        raise UsageError(
-            f"{_OPTION}: {one} keeps {counted(few, 'expert')} and {other} {many}; all layers must keep the same number"
-        )
-    (size,) = sizes
+    size = _size(kept)
     for layer, experts in kept.items():
         require_routable(config.experts, experts, f"{_OPTION}: {layer}")
     made = replace(config, experts=replace(config.experts, count=size))
-    table = family(config.family)
-    own = None if config.hf is None else json.loads(table.config_json(made))
-    return replace(made, hf=own)
+    if config.hf is None:
+        return made
+    own = family(config.family).config_json(made)
+    return replace(made, hf=json.loads(own))
+
+
+def _size(kept: Mapping[str, Sequence[int]]) -> int:
+    """The number of experts of each layer. Raises UsageError if layers differ."""
+    by_size = sorted(kept, key=lambda layer: len(kept[layer]))
+    least, most = by_size[0], by_size[-1]
+    few, many = len(kept[least]), len(kept[most])
+    if few < many:
+        raise UsageError(
+            f"{_OPTION}: {least} keeps {counted(few, 'expert')} and {most} {many}; all layers must keep the same number"
+        )
+    return few
 
 
 def require_routable(experts: Experts, kept: Sequence[int], subject: str) -> None:
@@ -174,14 +180,11 @@ def _tensors(
     origins: dict[Key, Key] = {}
     rows: dict[Key, tuple[int, ...]] = {}
     for name, shape in canonical_shapes(family(config.family).rows, config).items():
-        key, match = Key(name), _MLP.fullmatch(name)
-        experts = kept.get(match["layer"]) if match else None
-        origin = key
-        if match and experts and (expert := _EXPERT.fullmatch(match["rest"])):
-            number = experts[int(expert["expert"])]
-            origin = Key(f"{match['layer']}.mlp.experts.{number}.{expert['rest']}")
+        key, origin = Key(name), Key(_name_in_whole(name, kept))
+        if origin != key:
             origins[key] = origin
         info = header.manifest[origin]
+        experts = kept.get(name.partition(".mlp.")[0])
         if info.shape != shape and experts:
             # Rows behind those of the experts are of further routes, such as LongCat's experts that compute nothing.
             rows[key] = (*experts, *range(count, info.shape[0]))
@@ -192,6 +195,16 @@ def _tensors(
             )
         manifest[key] = info
     return manifest, origins, rows
+
+
+def _name_in_whole(name: str, kept: Mapping[str, Sequence[int]]) -> str:
+    """The whole model's name of a tensor."""
+    match = _EXPERT.fullmatch(name)
+    if match is None:
+        return name
+    layer = match["layer"]
+    number = kept[layer][int(match["expert"])]
+    return f"{layer}.mlp.experts.{number}.{match['rest']}"
 
 
 def _layout(layout: Layout | None, count: int) -> Layout | None:

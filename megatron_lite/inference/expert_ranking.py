@@ -110,17 +110,20 @@ def kept(scores: Sequence[float], experts: Experts, left_out: int) -> list[int]:
 def _left_out(asked: int | None, experts: Experts) -> int:
     """Return the number of experts to leave out of each layer. Raises UsageError."""
     groups = experts.groups or 1
-    found = groups * max(1, experts.count // groups // 4) if asked is None else asked
+    found, subject = asked, f"--leave-out {asked}"
+    if found is None:
+        found = groups * max(1, experts.count // groups // 4)
+        subject = f"--leave-out {found} (the default)"
     if not 0 < found < experts.count:
         raise UsageError(
-            f"--leave-out {found}: a layer has {experts.count} experts; give a number from 1 to {experts.count - 1}"
+            f"{subject}: a layer has {experts.count} experts; give a number from 1 to {experts.count - 1}"
         )
     if found % groups:
         raise UsageError(
-            f"--leave-out {found}: the router has {groups} groups of experts; give a multiple of {groups}"
+            f"{subject}: the router has {groups} groups of experts; give a multiple of {groups}"
         )
     stay = kept([0.0] * experts.count, experts, found)
-    require_routable(experts, stay, f"--leave-out {found}")
+    require_routable(experts, stay, subject)
     return found
 
 
