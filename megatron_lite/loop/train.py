@@ -267,21 +267,19 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     if is_validation:
         run.progress = _behind_evaluation(run)
     means = {name: total / count for name, (total, count) in totals.items() if count}
-    if "loss" not in means:
-        run.say(f"step {step:>6} | {what}: no label counts, so there is no loss")
-        return
-    loss = means.pop("loss")
-    if is_validation:
-        run.evaluations.append((step, loss))
-        note_evaluation(run, loss)
-    perplexity = ""
-    if run.objective.perplexity:
-        perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
-    others = run.objective.shown(means)
-    run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{others}")
-    figures = {f"{what}_loss": loss}
-    for name, value in means.items():
-        figures[f"{what}_{name}"] = value
+    figures = {f"{what}_{name}": value for name, value in means.items()}
+    loss = means.pop("loss", None)
+    others = run.objective.shown(means) if means else ""
+    if loss is None:
+        run.say(f"step {step:>6} | {what}: no label counts, so there is no loss{others}")
+    else:
+        if is_validation:
+            run.evaluations.append((step, loss))
+            note_evaluation(run, loss)
+        perplexity = ""
+        if run.objective.perplexity:
+            perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
+        run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{others}")
     _write(run, figures)
     run.meter.restart()
 

@@ -105,6 +105,19 @@ def test_a_step_without_a_completion_that_ends_changes_nothing(ratios: str, tmp_
         assert torch.equal(trained.load(name), before.load(name).float()), name
 
 
+def test_an_evaluation_without_a_completion_that_ends_has_rewards(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    short = WORDS.replace("--max-completion-length 8", "--max-completion-length 1")
+    valid = "--valid-finetune-data prompts.jsonl --eval-interval 1 --eval-iters 1"
+    command = f"{short} --mask-truncated-completions --temperature 1e-3 --train-iters 1 {valid}"
+    log = train(tmp_path, 1, command.replace("--eval-iters 0", "")).log(0)
+    assert "validation: no label counts, so there is no loss | reward " in log
+    found = metrics(tmp_path)[-1]
+    assert found["validation_truncated"] == 1
+    assert "validation_reward" in found
+    assert "validation_loss" not in found
+
+
 @pytest.mark.slow
 def test_the_reward_rises_from_chance_to_nearly_one(tmp_path: Path) -> None:
     write_task(tmp_path)
