@@ -177,8 +177,9 @@ class ImageReader:
         return self._images[number].grid.tokens
 
     def content(self, number: int) -> Path | bytes:
-        """Return the path of an image, or its bytes. Images of the same path or bytes are the same."""
-        return self._images[number].file.content
+        """Return the path of an image without `..` and links, or its bytes. Images of the same path or bytes are the same."""
+        content = self._images[number].file.content
+        return content if isinstance(content, bytes) else content.resolve()
 
     def hashed(self, number: int) -> str:
         """Return a hash of an image's file. Raises CorruptCheckpoint for an image that can't be read any more."""

@@ -80,7 +80,7 @@ def test_questions_with_other_images_are_other_questions(model: Path, tmp_path: 
     write_chats(tmp_path)
     copy = base64.b64encode((tmp_path / "0.png").read_bytes()).decode()
     embedded = f"data:image/png;base64,{copy}"
-    alike = [rated("1", "0.png"), rated("2", "./0.png")]
+    alike = [rated("1", "0.png"), rated("2", f"../{tmp_path.name}/0.png")]
     found = answers(read(model, tmp_path, *alike, rated("3", embedded)), model)
     assert found == ["1", "3", "2", "3", "3", "2"]
     with pytest.raises(CorruptCheckpoint, match="all questions are the same"):
