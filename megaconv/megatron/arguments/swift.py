@@ -24,12 +24,12 @@ _OF_RUN = """
     cosine_min_len_value_correct cosine_min_len_value_wrong cp_partition_mode create_checkpoint_symlink custom_dataset_info
     data_seed dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
     dataloader_prefetch_factor dataset dataset_num_proc dataset_shuffle ddp_backend ddp_timeout decision_drop_instructions
-    decision_shuffle_fields decision_state_as_text decision_subsample_options delta desirable_weight device_groups device_map
+    decision_shuffle_fields decision_state_as_text decision_subsample_options desirable_weight device_groups device_map
     disable_auto_column_mapping disable_ignore_empty_think download_mode dynamic_sample enable_channel_loss enable_dft_loss
     enable_npu_model_patch enable_thinking eval_steps exist_ok experts_impl f_divergence_type fipo_clip_high_only fipo_clip_range
     fipo_decay_rate fipo_safety_threshold freeze_aligner freeze_llm freeze_parameters freeze_parameters_ratio
     freeze_parameters_regex freeze_vit generation_batch_size gkd_logits_topk global_world_size greater_is_better group_by_length
-    gym_env hub hub_token ignore_args_error importance_sampling_level interleave_prob is_binary_loss_scale is_multimodal
+    gym_env hub hub_token ignore_args_error interleave_prob is_binary_loss_scale is_multimodal
     kl_in_reward label_smoothing lazy_tokenize lmbda load_args load_data_args load_from_cache_file local_repo_path local_world_size
     log_completions log_entropy log_rollout_offpolicy_metrics logging_steps logprobs lora_bias lora_dtype manual_gc_steps max_length
     max_memory max_model_len max_new_tokens max_pixels max_resample_times max_shard_size max_turns mcore_adapter mcore_model
