@@ -7,11 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from datasets import Dataset
-from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from tests.trl_oracle import OF_FINETUNING, Recorder, numbers
+from tests.trl_oracle import OF_FINETUNING, learn
 
 
 def main(model: str, data: str, output: str, steps: str, rate: str) -> None:
@@ -29,17 +27,7 @@ def main(model: str, data: str, output: str, steps: str, rate: str) -> None:
         learning_rate=float(rate),
         **OF_FINETUNING,
     )
-    recorder = Recorder()
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    SFTTrainer(
-        model=trained,
-        args=settings,
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=numbers(99, 98),
-        callbacks=[recorder],
-    ).train()
-    (Path(output) / "logs.json").write_text(json.dumps(recorder.logs))
-    trained.save_pretrained(Path(output) / "model")
+    learn(SFTTrainer, model, columns, settings)
 
 
 if __name__ == "__main__":

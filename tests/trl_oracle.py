@@ -78,6 +78,23 @@ class Recorder(TrainerCallback):
             self.logs.append(dict(logs))
 
 
+def learn(kind: Any, model: str, columns: dict[str, Any], settings: Any, **further: Any) -> None:
+    """Train on given examples, and write the losses and the weights into the settings' directory. kind: of TRL's trainers."""
+    recorder = Recorder()
+    trained = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    kind(
+        model=trained,
+        args=settings,
+        train_dataset=Dataset.from_dict(columns),
+        processing_class=numbers(99, 98),
+        callbacks=[recorder],
+        **further,
+    ).train()
+    output = Path(settings.output_dir)
+    (output / "logs.json").write_text(json.dumps(recorder.logs))
+    trained.save_pretrained(output / "model")
+
+
 def config(output: Path, **settings: Any) -> GRPOConfig:
     return GRPOConfig(**COMMON | {"output_dir": str(output), "shuffle_dataset": False} | settings)
 

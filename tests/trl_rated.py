@@ -7,11 +7,10 @@ import json
 import sys
 from pathlib import Path
 
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import KTOConfig, KTOTrainer
 
-from tests.trl_oracle import OF_FINETUNING, Recorder, numbers
+from tests.trl_oracle import OF_FINETUNING, learn
 
 
 def main(model: str, data: str, output: str, steps: str, *values: str) -> None:
@@ -31,18 +30,8 @@ def main(model: str, data: str, output: str, steps: str, *values: str) -> None:
         undesirable_weight=bad,
         **OF_FINETUNING,
     )
-    recorder = Recorder()
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
-    KTOTrainer(
-        model=trained,
-        ref_model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
-        args=settings,
-        train_dataset=Dataset.from_dict(columns),
-        processing_class=numbers(99, 98),
-        callbacks=[recorder],
-    ).train()
-    (Path(output) / "logs.json").write_text(json.dumps(recorder.logs))
-    trained.save_pretrained(Path(output) / "model")
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    learn(KTOTrainer, model, columns, settings, ref_model=reference)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
-from megaconv.engine.derived import require_language_model
+from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.errors import (
     CorruptCheckpoint,
     LayoutError,
@@ -18,7 +18,7 @@ from megaconv.errors import (
 from megaconv.families import family
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import WEIGHT, Header, Key, Source, main_dtype
+from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.layout import LayerSplit, Layout, split_layers
 from megaconv.model.table import canonical_shapes
 
@@ -56,19 +56,9 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
     config = _config(header.config, chosen)
     origins = _origins(header, config, chosen)
     manifest = {key: header.manifest[origin] for key, origin in origins.items()}
-    shifts = {
-        key: header.shifts[origin] for key, origin in origins.items() if origin in header.shifts
-    }
     made = replace(
-        header,
-        # transformers loads all weights in this dtype. That of the whole model might round most of those that stay.
-        config=replace(config, dtype=main_dtype(manifest)),
-        manifest=manifest,
+        derived_header(header, config, manifest, origins),
         layout=_layout(header.layout, header.config, config),
-        shifts=shifts,
-        read_otherwise=frozenset(
-            key for key, origin in origins.items() if origin in header.read_otherwise
-        ),
     )
     return ChosenLayers(source, made, origins, [_notice(chosen)])
 

@@ -1,10 +1,12 @@
 """Models that are made of another model's tensors: of some of its layers, with other tokens, with experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from megaconv.errors import UnsupportedInput
-from megaconv.model.ir import Header, Key, Source
+from megaconv.model.config import ModelConfig
+from megaconv.model.ir import Header, Key, Source, TensorInfo, main_dtype
 
 
 @runtime_checkable
@@ -41,6 +43,32 @@ def require_language_model(header: Header, place: str, asked: str) -> None:
     require_known(header, place, asked)
     if header.config.whole is not None:
         raise UnsupportedInput(f"{asked}: {place} is a multimodal model; add --text-only")
+
+
+def derived_header(
+    header: Header,
+    config: ModelConfig,
+    manifest: Mapping[Key, TensorInfo],
+    origins: Mapping[Key, Key],
+    altered: Collection[Key] = (),
+) -> Header:
+    """The header of a model that is made of another one's tensors. header: of that one.
+
+    manifest, origins: of the made model; see DerivedSource. altered: tensors that get other values.
+    """
+    sources = {key: origins.get(key, key) for key in manifest}
+    kept = {key for key, origin in sources.items() if origin in header.read_otherwise}
+    shifts = {
+        key: header.shifts[origin] for key, origin in sources.items() if origin in header.shifts
+    }
+    return replace(
+        header,
+        # transformers loads all weights in this dtype. That of the other model might round most of those that stay.
+        config=replace(config, dtype=main_dtype(manifest)),
+        manifest=manifest,
+        shifts=shifts,
+        read_otherwise=frozenset((*kept, *altered)),
+    )
 
 
 def chain_of(source: Source) -> list[DerivedSource]:

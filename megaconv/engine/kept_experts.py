@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Any
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
-from megaconv.engine.derived import require_language_model
+from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
 from megaconv.families import family
 from megaconv.model.check import listing
@@ -64,25 +63,12 @@ def with_kept_experts(source: Source, chosen: Kept, place: str) -> KeptExperts:
     config = _config(header.config, kept)
     manifest, origins, rows = _tensors(header, config, kept)
     made = replace(
-        header,
-        config=config,
-        manifest=manifest,
+        derived_header(header, config, manifest, origins, altered=rows),
         layout=_layout(header.layout, config.experts.count),
-        shifts=_renamed(header.shifts, manifest, origins),
-        read_otherwise=frozenset(rows)
-        | _renamed(dict.fromkeys(header.read_otherwise), manifest, origins).keys(),
     )
     before, after = header.config.experts.count, config.experts.count
     notice = f"{after} of the {counted(before, 'expert')} of each layer"
     return KeptExperts(source, made, kept, origins, rows, [notice])
-
-
-def _renamed(
-    given: Mapping[Key, Any], manifest: Mapping[Key, TensorInfo], origins: Mapping[Key, Key]
-) -> dict[Key, Any]:
-    """Values by the tensors of the whole model, as values by those of the new one."""
-    sources = {key: origins.get(key, key) for key in manifest}
-    return {key: given[origin] for key, origin in sources.items() if origin in given}
 
 
 def _require_experts(header: Header, place: str) -> None:

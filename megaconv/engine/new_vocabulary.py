@@ -8,7 +8,7 @@ from typing import Any
 from formats.tensor import LazyTensor
 from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
-from megaconv.engine.derived import require_known
+from megaconv.engine.derived import derived_header, require_known
 from megaconv.engine.new_tokenizer import NewTokenizer, generation_file, tokenizer_files
 from megaconv.engine.special_tokens import SPECIAL_IDS, SpecialTokens, largest_token
 from megaconv.engine.token_lists import kinds_of, token_list
@@ -17,7 +17,7 @@ from megaconv.families import family
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.whole_model import with_values
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import Header, Key, Source, TensorInfo, main_dtype
+from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.table import canonical_shapes
 from megaconv.options.vocabulary import MEAN, PIECES, ZERO, VocabularyChoice
 from megaconv.values.cast import FLOATS
@@ -83,11 +83,8 @@ def with_vocabulary(source: Source, chosen: VocabularyChoice, place: str) -> New
     manifest = _manifest(header, tables, after)
     config = _config(_with_tokens(header.config, after, tokens), header.config, special)
     made = replace(
-        header,
-        config=replace(config, dtype=main_dtype(manifest)),
-        manifest=manifest,
+        derived_header(header, config, manifest, origins={}, altered=tables),
         padded_vocab=header.padded_vocab if before == after else None,
-        read_otherwise=header.read_otherwise | frozenset(tables),
     )
     notices = [*_notice_of_rows(before, after, changed, chosen.new_rows or MEAN, len(pieces))]
     if present and not filled:

@@ -8,7 +8,7 @@ from typing import Any
 
 from formats.tensor import Box, LazyTensor
 from megaconv.engine.chosen_layers import with_layers
-from megaconv.engine.derived import require_language_model
+from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.engine.other_models import open_other, require_weights, tell_of_settings
 from megaconv.errors import (
     CheckpointError,
@@ -23,7 +23,7 @@ from megaconv.input import Input
 from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED
-from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo, main_dtype
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
 from megaconv.model.meaning import require_kept
 from megaconv.model.subjects import Experts
 from megaconv.model.table import canonical_shapes
@@ -105,11 +105,8 @@ def with_experts(
         models.append(other)
     is_altered = bool(models) or chosen.granularity > 1
     made = replace(
-        header,
-        config=replace(config, dtype=main_dtype(manifest)),
-        manifest=manifest,
+        derived_header(header, config, manifest, origins, altered=origins if is_altered else ()),
         layout=header.layout and replace(header.layout, etp=header.layout.tp),
-        read_otherwise=header.read_otherwise | frozenset(origins if is_altered else ()),
     )
     return Upcycled(
         source, made, origins, [_notice(config, chosen)], models or [source], chosen.granularity

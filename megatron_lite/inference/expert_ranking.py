@@ -46,14 +46,21 @@ class ExpertRanking:
         yield f"{'layer':{width}}  choices  output"
         for layer, kept in self.keep.items():
             found = self.scores.layers[layer]
-            choices, output = _share(found.tokens, kept), _share(found.outputs, kept)
+            choices = _share(found.tokens, kept)
+            output = _share(found.outputs, kept)
             yield f"{layer:{width}}  {choices:7.1%}  {output:6.1%}"
-        yield f"choices: the share of the tokens' choices that are experts left out, of {counted(self.scores.tokens, 'token')}"
+        tokens = counted(self.scores.tokens, "token")
+        yield f"choices: the share of the tokens' choices that are experts left out, of {tokens}"
         yield "output: their share of the sum of the norms of all experts' outputs"
-        idle = sum(found.tokens.count(0) for found in self.scores.layers.values())
+        yield from self._idle()
+
+    def _idle(self) -> Iterator[str]:
+        """Yield a line if no token chooses some experts."""
+        numbers = [tokens for found in self.scores.layers.values() for tokens in found.tokens]
+        idle = numbers.count(0)
         if idle:
-            total = sum(len(found.tokens) for found in self.scores.layers.values())
-            yield f"{idle} of {counted(total, 'expert')} are chosen by no token; more samples may choose some of them"
+            experts = counted(len(numbers), "expert")
+            yield f"{idle} of {experts} are chosen by no token; more samples may choose some of them"
 
 
 def _share(amounts: Sequence[float], kept: Sequence[int]) -> float:

@@ -1,4 +1,4 @@
-"""What the commands that measure parts of a model share: one process, weights that are read when they are used, samples, an output."""
+"""The common parts of commands that measure a model: one process, samples in passes, and an output."""
 
 import argparse
 import os

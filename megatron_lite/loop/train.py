@@ -270,18 +270,22 @@ def evaluate(run: Run, dataset: Dataset | None, what: str) -> None:
     figures = {f"{what}_{name}": value for name, value in means.items()}
     loss = means.pop("loss", None)
     others = run.objective.shown(means) if means else ""
-    if loss is None:
-        run.say(f"step {step:>6} | {what}: no label counts, so there is no loss{others}")
-    else:
-        if is_validation:
-            run.evaluations.append((step, loss))
-            note_evaluation(run, loss)
-        perplexity = ""
-        if run.objective.perplexity:
-            perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
-        run.say(f"step {step:>6} | {what} loss {loss:.5f}{perplexity}{others}")
+    if loss is not None and is_validation:
+        run.evaluations.append((step, loss))
+        note_evaluation(run, loss)
+    run.say(f"step {step:>6} | {what}{_shown_loss(run, loss)}{others}")
     _write(run, figures)
     run.meter.restart()
+
+
+def _shown_loss(run: Run, loss: float | None) -> str:
+    """Return the words of a log line about the loss of an evaluation. loss: None if no label counts."""
+    if loss is None:
+        return ": no label counts, so there is no loss"
+    perplexity = ""
+    if run.objective.perplexity:
+        perplexity = f" | perplexity {math.exp(min(loss, 700)):.3f}"
+    return f" loss {loss:.5f}{perplexity}"
 
 
 def _write(run: Run, figures: Mapping[str, float]) -> None:

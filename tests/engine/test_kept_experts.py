@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from random import Random
@@ -24,7 +25,13 @@ from tests.models import write_llama
 from tests.runs import assert_refused, finish, run
 
 ALL = {**oracle.VARIANTS, **oracle.MIXTURES, **oracle.BEYOND_MEGATRON, **oracle.CONVERTED}
-WITH_EXPERTS = [name for name, variant in ALL.items() if re.search("expert|moe", str(variant))]
+DENSE = ("granite_moe_hybrid", "jamba, dense")
+"""Variants whose settings name experts that they don't have."""
+WITH_EXPERTS = [
+    name
+    for name, variant in ALL.items()
+    if re.search("expert|moe", str(variant)) and name not in DENSE
+]
 QUICK = ("mixtral", "deepseek_v3", "gpt_oss", "gemma4_text, experts", "longcat_flash", "zaya")
 EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in WITH_EXPERTS
@@ -109,8 +116,6 @@ def sliced_logits(
 def test_transformers_computes_each_family_with_the_kept_experts(name: str, tmp_path: Path) -> None:
     source, output = tmp_path / "hf", tmp_path / "out"
     oracle.create(ALL[name], source)
-    if not megaconv.open(source).config.experts.count:
-        pytest.skip("this variant has no experts")
     kept = chosen_by_layer(source, Random(name))
     if name.partition(",")[0] in REFUSED:
         with pytest.raises(CheckpointError, match="--keep-experts"):
@@ -221,6 +226,26 @@ def test_all_names_of_the_number_of_experts_are_brought_up_to_date(tmp_path: Pat
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_experts"] == 3
     assert config.get("num_local_experts", 3) == 3
+
+
+def test_the_dtype_of_config_json_is_that_of_most_weights_that_stay(
+    mixture: Path, tmp_path: Path
+) -> None:
+    """transformers loads all weights in it: that of the whole model would round those that stay."""
+    tensors = stored(mixture)
+    wide = {name for name in tensors if re.search(r"\.experts\.[01]\.|layers\.[01]\.", name)}
+    shutil.copytree(mixture, tmp_path / "hf")
+    made = {name: each.float() if name in wide else each for name, each in tensors.items()}
+    save_file(made, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "bfloat16"}))
+    megaconv.convert(tmp_path / "hf", tmp_path / "whole", saver="hf")
+    megaconv.convert(tmp_path / "hf", tmp_path / "few", saver="hf", keep_experts=[0, 1])
+    dtypes = [
+        json.loads((tmp_path / name / "config.json").read_text())["torch_dtype"]
+        for name in ("whole", "few")
+    ]
+    assert dtypes == ["bfloat16", "float32"]
 
 
 def test_weights_that_changed_since_they_were_written_are_refused(

@@ -1,5 +1,6 @@
-"""What tests of inference share: processes, one thread, since many processes run tests at the same time, and a chat's server."""
+"""What tests of inference share: processes, one thread, since many processes run tests at the same time, a chat's server, and texts."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,15 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("chat")
     save(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of three texts, by which parts of a model are ranked."""
+    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
+    records = [{"text": "the cat sat on the mat " * n} for n in (1, 2, 5)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    return file
 
 
 @pytest.fixture(scope="session")

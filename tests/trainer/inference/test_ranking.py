@@ -59,14 +59,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    records = [{"text": "the cat sat on the mat " * n} for n in (1, 2, 5)]
-    file.write_text("\n".join(map(json.dumps, records)))
-    return file
-
-
 def ranked(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
     assert run("rank-layers", *words, "--json") == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
