@@ -18,7 +18,7 @@ from megaconv.families.parts.hf_config import (
     with_modelopt_file,
 )
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.language_model import inner_names, names_in_files
+from megaconv.families.parts.language_model import heads_for_words, inner_names
 from megaconv.families.parts.llama_vision import LlamaInside, llama_inside
 from megaconv.families.parts.whole_model import split_whole
 from megaconv.huggingface.canonical import whole_model
@@ -146,8 +146,13 @@ def _module(name: str) -> str:
 
 
 def _tied_without_head(config: ModelConfig, names: Collection[str], family: Family) -> ModelConfig:
-    """The configuration, with tied embeddings if no name is that of a head in any form of Hugging Face's files."""
-    heads = set(names_in_files(row for row in family.rows if row.canonical == "head.weight"))
+    """The configuration, with tied embeddings if no name is that of a head in any form of Hugging Face's files.
+
+    A model with a head of scores has none for words.
+    """
+    if config.has("scores"):
+        return config
+    heads = heads_for_words(family.rows)
     return config if heads & set(names) else changed(config, {"tie_embeddings": True})
 
 
@@ -155,7 +160,7 @@ def _without_words(
     found: dict[str, LazyTensor], config: ModelConfig, family: Family, where: str
 ) -> dict[str, LazyTensor]:
     """The tensors without a head for words, if the class has a head of scores in its place. Some files hold both."""
-    heads = set(names_in_files(row for row in family.rows if row.canonical == "head.weight"))
+    heads = heads_for_words(family.rows)
     if not config.has("scores") or not heads & found.keys():
         return found
     _log.warning("%s: the head for words is left out, which the model's class doesn't have", where)

@@ -14,7 +14,8 @@ from megaconv.engine.sidecars import copies, small_files
 from megaconv.engine.weight_files import add_weight_files
 from megaconv.families import Family, family
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.families.parts.scores import HEAD, HEAD_OPTION, with_asked_class
+from megaconv.families.parts.language_model import heads_for_words
+from megaconv.families.parts.scores import HEAD, HEAD_OPTION, SCORES, with_asked_class
 from megaconv.huggingface.packed import OPTIONS
 from megaconv.huggingface.quantization import (
     notices,
@@ -82,7 +83,12 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         from_base: list[str] = []
         told: tuple[str, ...] = ()
     else:
-        names = base.names_of(_shapes(natives), {native.name for native in listed})
+        new_head = _new_head(base, natives)
+        stated = {name: shape for name, shape in _shapes(natives).items() if name not in new_head}
+        optional = {native.name for native in listed} - new_head
+        if config.has("scores"):
+            optional |= heads_for_words(table.rows)
+        names = base.names_of(stated, optional) | {name: name for name in new_head}
         copied = base.missing(set(names.values()), table.ignored)
         last_rows = base.last_rows(names, header)
         original = files_of_original(base, header, config, files)
@@ -168,6 +174,12 @@ def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTe
     """The native tensors in the spelling of the original model: experts as separate tensors, or one tensor per layer."""
     spelled = [_natives(table, config, naming) for naming in hf_namings(base.tensors)]
     return max(spelled, key=lambda natives: base.fitting(_shapes(natives)))
+
+
+def _new_head(base: BaseModel, natives: Sequence[NativeTensor]) -> set[str]:
+    """The names of a head of scores that the original doesn't have: it is a model with a head for words."""
+    of_scores = {row.canonical for row in SCORES}
+    return {native.name for native in natives if native.name in of_scores} - base.tensors.keys()
 
 
 def _completed(shape: Shape, last_rows: LazyTensor | None) -> Shape:

@@ -19,6 +19,7 @@ from megaconv.errors import CorruptCheckpoint
 from megaconv.families import read_config
 from megaconv.families.parts.hf_config import load_config
 from megaconv.families.parts.keys import CONFIG_NAME
+from megaconv.families.parts.scores import class_around
 from megaconv.families.parts.whole_model import whole_config_json, with_values
 from megaconv.model.beside import Whole
 from megaconv.model.check import listing
@@ -34,7 +35,8 @@ class FilesOfOriginal:
     """The files that an output gets from the original."""
 
     config_json: bytes
-    """The original's, with the dtype of the model, and with special tokens that only the model names."""
+    """The original's, with the dtype of the model, with special tokens that only the model names, and with its class if it
+    gives scores."""
     copied: Mapping[str, Path]
     notices: tuple[str, ...]
     """Lines for people: what the output doesn't have of the original."""
@@ -47,9 +49,11 @@ def files_of_original(
     further = {name: path for name, path in base.files().items() if name not in held}
     left_out = _of_another_tokenizer(base, header, further)
     named = _named_otherwise(base, config)
-    original = Whole(load_config(base.directory / CONFIG_NAME))
+    original = load_config(base.directory / CONFIG_NAME)
+    if config.has("scores"):
+        original |= class_around(original, config)
     return FilesOfOriginal(
-        whole_config_json(with_values(original, named).config, config.dtype),
+        whole_config_json(with_values(Whole(original), named).config, config.dtype),
         {name: path for name, path in further.items() if name not in left_out},
         tuple(_notices(base, named, left_out)),
     )

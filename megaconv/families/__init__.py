@@ -22,7 +22,7 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import inner_config
 from megaconv.families.parts.llama_vision import llama_config, text_config
 from megaconv.families.parts.own_names import OWN_NAMES, without_family
-from megaconv.families.parts.scores import classes_with_scores
+from megaconv.families.parts.scores import class_inside, classes_with_scores
 from megaconv.families.parts.unsupported import UNSUPPORTED
 from megaconv.families.parts.whole_model import named
 from megaconv.model.beside import Whole
@@ -203,7 +203,7 @@ def _text_only(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         raise UnknownFamily(
             f"{source}: the language model in {named} is {inside['model_type']}, which is not supported"
         )
-    return inside | {"architectures": [family.architectures[0]]}
+    return inside | class_inside(raw, family.name, family.architectures[0])
 
 
 def fitting_config(path: Path, found: ModelConfig, where: str) -> ModelConfig:
@@ -243,7 +243,13 @@ def _described(
         larger = Whole(raw) if whole and not text_only and _is_multimodal(raw) else None
         raw = _text_only(raw, str(path)) if text_only or larger else raw
         found = family_of_hf(raw, str(path))
-        return found, replace(found.read_hf(raw), whole=larger)
+        config = found.read_hf(raw)
+        if larger is not None and config.has("scores"):
+            raise UnsupportedInput(
+                f"{path}: {named(larger.config)}, a multimodal model with a head of scores, can't be converted as a whole; --text-only "
+                "converts its language model and the head"
+            )
+        return found, replace(config, whole=larger)
 
 
 def family(name: str) -> Family:

@@ -293,7 +293,7 @@ def remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
         verb, them = ("was", "it") if pieces.dropped == 1 else ("were", "them")
         yield f"warning: {number}{what} {verb} dropped: nothing to learn is left of {them}"
     if examples.images is not None:
-        left_out = examples.images.outside(pieces.starts, pieces.ends)
+        left_out = examples.images.outside(pieces.starts, pieces.read_ends)
         if left_out:
             number = counted(left_out, "image")
             verb = "is" if left_out == 1 else "are"

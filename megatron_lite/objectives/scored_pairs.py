@@ -15,14 +15,17 @@ from megatron_lite.data.batches import Batch
 from megatron_lite.data.datasets import check_sources
 from megatron_lite.data.finetuning.pieces import scored_pairs_for, without_end
 from megatron_lite.data.tokenizer import Tokenizer
+from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.examples import read_examples_of
+from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.score_head import with_score_head
 from megatron_lite.objectives.score_loss import FIGURES, MARGIN, ScoreLoss
-from megatron_lite.objectives.training_data import Say, TrainingData
+from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.options import ModelOptions
 
@@ -56,7 +59,8 @@ class ScoredPairs(Objective):
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         """Read the pairs, without tokens of padding at their ends: transformers takes the score of the token before."""
         check_sources(settings.data)
-        data = read_examples_of(settings, tokenizer, pairs=True, margins=True)
+        images = image_reader(settings)
+        data = read_examples_of(settings, tokenizer, pairs=True, margins=True, images=images)
         padding = _padding(tokenizer)
         valid = None if data.valid is None else without_end(data.valid, padding)
         train = without_end(data.train, padding)
@@ -70,6 +74,12 @@ class ScoredPairs(Objective):
 
     def criterion(self, settings: Settings) -> Criterion:
         return ScoreLoss(settings.rewards.center_rewards_coefficient)
+
+    def feeder(
+        self, engine: Engine, start: Start | None, data: TrainingData, setup: Setup
+    ) -> Feeder:
+        """See Objective.feeder. Questions may have images."""
+        return with_encoder(super().feeder(engine, start, data, setup), engine, data.reader, setup)
 
     def microbatch(self, batch: Batch, settings: Settings) -> Microbatch:
         """Return the pairs as consecutive rows. Padding is at the end, where causal attention does not reach it."""

@@ -312,12 +312,7 @@ def _of_package(settings: Settings) -> Judged:
 
 def _images(settings: Settings) -> Judged:
     """Checks of training on images."""
-    others = (
-        ("--reward-modeling", settings.rewards.reward_modeling),
-        ("--task", settings.tasks.task is not None),
+    yield (
+        settings.tasks.task is not None and settings.data.image_encoder is not None,
+        "--image-encoder is for images of chats, answers and prompts, and --task learns from something else; leave one of them out",
     )
-    for flag, asked in others:
-        yield (
-            asked and settings.data.image_encoder is not None,
-            f"--image-encoder is for images of chats, answers and prompts, and {flag} learns from something else; leave one of them out",
-        )

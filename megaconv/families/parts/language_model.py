@@ -239,6 +239,11 @@ def names_in_files(rows: Iterable[Row]) -> Iterator[str]:
                 yield from (spelling.name for spelling in spelled)
 
 
+def heads_for_words(rows: Iterable[Row]) -> set[str]:
+    """The names in Hugging Face's files of a head for words, in any form."""
+    return set(names_in_files(row for row in rows if row.canonical == "head.weight"))
+
+
 def put_inside(name: str, begin: str, inside: str) -> str:
     """The reverse of inner_names for one name. begin, inside: one pair of INSIDE."""
     return inside + name[len(begin) :] if name.startswith(begin) else name

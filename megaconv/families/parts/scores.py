@@ -12,6 +12,7 @@ Source: GenericForSequenceClassification and GenericForTokenClassification of tr
 verl (b178a3cd56f5) and slime (624b824a898a), OutputLayerLinear of mcore-bridge (f020e479a20b), which ms-swift trains.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -66,6 +67,8 @@ HEAD_OPTION = {
     HEAD: f"of a reward model or critic: the class in config.json, `sequence` ({SEQUENCE}) or `token` ({TOKEN}); default: the source's "
     "class, else the one that has a bias exactly if the head has one: `token`"
 }
+_LABELS = ("id2label", "label2id", "num_labels")
+"""The keys of a config.json that number and name labels."""
 _UNASKED = 2
 """transformers' number of labels for a config.json that doesn't give it."""
 NOT_OF_KEYS = ("head.labels", "head.labels_bias", "tie_embeddings", *OF_WORDS)
@@ -99,6 +102,36 @@ def read_scores(family: str, raw: Raw) -> Fields:
                 "tie_embeddings": False,
             }
     return {}
+
+
+def class_inside(raw: Raw, family: str, of_words: str) -> dict[str, Any]:
+    """The keys of the language model's config.json for its class, inside a multimodal model.
+
+    raw: the multimodal model's config.json. of_words: the class of a language model with a head for words.
+    """
+    named = list(map(str, raw.get("architectures") or ()))
+    for kind in (SEQUENCE, TOKEN):
+        if (family, kind) in CLASSES and any(name.endswith(kind) for name in named):
+            labels = {key: raw[key] for key in _LABELS if key in raw}
+            return {"architectures": [CLASSES[family, kind]], **labels}
+    return {"architectures": [of_words]}
+
+
+def class_around(original: Raw, config: ModelConfig) -> dict[str, Any]:
+    """The keys of a config.json for the class with a head of scores that an original becomes.
+
+    original: its config.json. config: the model, or the language model inside. A multimodal model's class may not be one of
+    transformers: vLLM and ms-swift know it by this name.
+    """
+    kind = TOKEN if config.head.of_tokens else SEQUENCE
+    names = [
+        re.sub(r"For[A-Z]\w*$", "", str(name)) + kind
+        for name in original.get("architectures") or ()
+    ]
+    written = written_scores(config)
+    if "vision_config" in original and names:
+        written["architectures"] = names
+    return written | {key: value for key, value in (config.hf or {}).items() if key in _LABELS}
 
 
 def label_count(raw: Raw) -> int:

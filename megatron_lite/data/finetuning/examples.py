@@ -373,8 +373,7 @@ def _refuse_images_of_answers(answers: Sequence[Chat | Plain], fields: Mapping[s
     """Raise BadRecord for compared or rated answers with an image."""
     if lists_images(fields) or any(isinstance(each, Chat) and has_images(each) for each in answers):
         raise BadRecord(
-            "has images, and this run reads texts alone; --dpo and --kto read images too if --load or --image-encoder names a "
-            "multimodal model"
+            "has images, and this run reads texts alone; it reads images too if --load or --image-encoder names a multimodal model"
         )
 
 

@@ -108,10 +108,10 @@ class PairDataset:
         return axes
 
     def _read(self, number: int) -> list[tuple[int, int]]:
-        """Return the tokens [first, end) of each answer that predict a label."""
+        """Return the tokens [first, end) of each answer that the model reads."""
         rows = slice(2 * number, 2 * number + 2)
-        starts, ends = self.pieces.starts[rows].tolist(), self.pieces.ends[rows].tolist()
-        return [(start, end - 1) for start, end in zip(starts, ends, strict=True)]
+        starts, ends = self.pieces.starts[rows].tolist(), self.pieces.read_ends[rows].tolist()
+        return list(zip(starts, ends, strict=True))
 
 
 def pair_dataset(
@@ -122,5 +122,6 @@ def pair_dataset(
     images = pieces.examples.images
     most = 0
     if images is not None:
-        most = int(images.counts(pieces.starts, pieces.ends).reshape(-1, 2).sum(1).max(initial=0))
+        counts = images.counts(pieces.starts, pieces.read_ends).reshape(-1, 2)
+        most = int(counts.sum(1).max(initial=0))
     return PairDataset(pieces, order, len(members), seq_length, most_images=most)

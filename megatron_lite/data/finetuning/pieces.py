@@ -23,6 +23,11 @@ class Pieces:
     dropped: int
     """Number of examples with nothing left to learn."""
 
+    @property
+    def read_ends(self) -> NDArray[np.int64]:
+        """The ends of what the model reads: the last token of a piece is a label alone."""
+        return self.ends - 1
+
     def __len__(self) -> int:
         return len(self.starts)
 
@@ -40,7 +45,7 @@ def pieces_for(examples: Examples, seq_length: int) -> Pieces:
             continue
         end = min(last, first + seq_length + 1)
         if examples.images is not None and end < last:
-            end = examples.images.last_whole(first, end)
+            end = examples.images.last_whole_before_label(first, end)
         if not examples.learned[first + 1 : end].any():
             dropped += 1
             continue
@@ -56,6 +61,13 @@ class PairPieces(Pieces):
 
     numbers: NDArray[np.int64]
     """[pairs]: the number of each pair among all pairs of the examples."""
+    reads_last: bool = False
+    """Whether the model reads the last token of a piece too, because this token gets the score."""
+
+    @property
+    def read_ends(self) -> NDArray[np.int64]:
+        """See Pieces."""
+        return self.ends if self.reads_last else super().read_ends
 
     @property
     def good(self) -> NDArray[np.bool_] | None:
@@ -100,24 +112,27 @@ def _fitting_rows(
     kept = np.minimum(ends, starts + seq_length + 1)
     rows = np.asarray(kept < ends)
     if examples.images is not None:
-        kept = _shortened(starts, kept, rows, examples.images.last_whole)
+        kept = _shortened(starts, kept, rows, examples.images.last_whole_before_label)
     return starts, kept, rows
 
 
 def scored_pairs_for(examples: Examples, length: int, padding: int | None) -> PairPieces:
     """Return the pieces of pairs whose last tokens get scores: the first `length` tokens of each answer.
 
-    Tokens of padding before such an end are left out too. A pair is dropped if nothing is left of an answer, or the
-    same of both.
+    No image is cut. Tokens of padding before such an end are left out too. A pair is dropped if nothing is left of an
+    answer, or the same of both.
     """
     starts = examples.bounds[:-1].reshape(-1, 2)
     ends = examples.bounds[1:].reshape(-1, 2)
     fitting = np.minimum(ends, starts + length)
     is_cut = fitting < ends
+    if examples.images is not None:
+        fitting = _shortened(starts, fitting, is_cut, examples.images.last_whole)
     kept = _shortened(starts, fitting, is_cut, partial(_end_without, padding, examples))
     whole = np.asarray((kept > starts).all(1))
     whole &= _differ(examples, starts, kept, whole)
-    return _pair_pieces(examples, starts, kept, whole, np.asarray(is_cut.any(1)))
+    pieces = _pair_pieces(examples, starts, kept, whole, np.asarray(is_cut.any(1)))
+    return replace(pieces, reads_last=True)
 
 
 def _shortened(
@@ -186,6 +201,7 @@ def without_end(examples: Examples, token: int | None) -> Examples:
         tokens=examples.tokens[kept],
         learned=examples.learned[kept],
         bounds=before[examples.bounds],
+        images=None if examples.images is None else examples.images.without_tokens(kept),
     )
 
 

@@ -53,9 +53,9 @@ class Images:
         return self.placed[start:stop]
 
     def counts(self, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of images in each of these parts of examples. The token at an end is a label alone."""
+        """Return the number of images in each of these parts [first, end) of examples."""
         before: NDArray[np.int64] = np.searchsorted(self.starts, firsts)
-        return np.searchsorted(self.starts, ends - 1) - before
+        return np.searchsorted(self.starts, ends) - before
 
     @property
     def count(self) -> int:
@@ -68,10 +68,10 @@ class Images:
         return np.array([image.number for image in self.placed], np.int64)
 
     def outside(self, firsts: NDArray[np.int64], ends: NDArray[np.int64]) -> int:
-        """Return how many different images are in none of these parts of examples. See `counts`."""
+        """Return how many different images are in none of these parts [first, end) of examples."""
         covering = np.zeros(len(self.placed) + 1, np.int64)
         np.add.at(covering, np.searchsorted(self.starts, firsts), 1)
-        np.add.at(covering, np.searchsorted(self.starts, ends - 1), -1)
+        np.add.at(covering, np.searchsorted(self.starts, ends), -1)
         inside = covering[:-1].cumsum() > 0
         return self.count - len(np.unique(self.numbers[inside]))
 
@@ -91,14 +91,21 @@ class Images:
         return found
 
     def last_whole(self, first: int, end: int) -> int:
-        """Return the end of a part of an example that holds no part of an image: `end`, or the start of its last image.
-
-        The token at the end is a label alone.
-        """
-        inside = self.within(first, end - 1)
-        if inside and inside[-1].start + inside[-1].length > end - 1:
-            return inside[-1].start + 1
+        """Return the end of a part [first, end) of an example that holds whole images: `end`, or the start of its last image."""
+        inside = self.within(first, end)
+        if inside and inside[-1].start + inside[-1].length > end:
+            return inside[-1].start
         return end
+
+    def last_whole_before_label(self, first: int, end: int) -> int:
+        """Return `last_whole` for a part whose last token is a label alone."""
+        return self.last_whole(first, end - 1) + 1
+
+    def without_tokens(self, kept: NDArray[np.bool_]) -> "Images":
+        """Return the images of the same examples without some tokens between images. kept: [tokens of all examples]."""
+        before = np.concatenate(([0], np.cumsum(kept, dtype=np.int64)))
+        moved = [image._replace(start=int(before[image.start])) for image in self.placed]
+        return Images.of(self.reader, moved)
 
     def positions(self, first: int, end: int) -> NDArray[np.int64]:
         """Return int64 [end - first, 3]: frame, row and column of the tokens of a part of an example."""

@@ -10,7 +10,7 @@ import pytest
 from formats.errors import CorruptCheckpoint
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
 from megatron_lite.data.finetuning.image_dataset import READ_AT_ONCE, read_at_once
-from megatron_lite.data.finetuning.pieces import pairs_for
+from megatron_lite.data.finetuning.pieces import pairs_for, scored_pairs_for, without_end
 from megatron_lite.data.images.files import ImageFile
 from megatron_lite.data.images.places import NO_IMAGE
 from megatron_lite.data.images.reader import ImageReader
@@ -23,7 +23,7 @@ from tests.trainer.data.image_answers import (
     read_answers,
     said,
 )
-from tests.trainer.multimodal import create
+from tests.trainer.multimodal import create, token
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 
@@ -79,11 +79,53 @@ def test_no_part_of_an_image_is_in_a_sample(length: int, model: Path, tmp_path: 
     assert_whole_images(dataset_of(pairs_for(examples, length), length))
 
 
+PADDING = token("<|endoftext|>")
+
+
+@pytest.mark.parametrize("length", range(4, 90))
+def test_no_part_of_an_image_is_in_a_text_that_gets_a_score(
+    length: int, model: Path, tmp_path: Path
+) -> None:
+    """The model reads the last token too, behind which padding is left out."""
+    padded = said("assistant", "no" + 3 * "<|endoftext|>")
+    long = {
+        "chosen": [*TURNS, TURNS[1]],
+        "rejected": [TURNS[0], padded, TURNS[2], TURNS[1]],
+        "images": ["0.png", "1.png"],
+    }
+    examples = without_end(read(model, tmp_path, PAIR, long, TEXTS, margins=True), PADDING)
+    dataset = dataset_of(scored_pairs_for(examples, length, PADDING), length)
+    assert dataset.images is not None
+    reader = dataset.images.reader
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        numbers = [number for number in sample.images.tolist() if number != NO_IMAGE]
+        whole = np.concatenate((sample.tokens[:, :1], sample.labels[:, :-1]), 1)
+        whole[np.arange(length) >= sample.lengths[:, None]] = 0
+        assert (whole == PAD).sum() == sum(map(reader.tokens, numbers))
+        # Behind an image, the position of the last token isn't its place.
+        for row, count in enumerate(sample.lengths):
+            end = whole[row, :count]
+            if (end == PAD).any() and end[-1] != PAD:
+                assert (sample.axes[row, count - 1] < count - 1).all()
+
+
+def test_images_stay_at_their_places_when_padding_is_left_out(model: Path, tmp_path: Path) -> None:
+    examples = read(model, tmp_path, PAIR, {**PAIR, "images": ["2.png", "3.png"]})
+    shorter = without_end(examples, int(examples.tokens[-1]))
+    assert len(shorter.tokens) == len(examples.tokens) - 4
+    assert shorter.images is not None
+    for image in shorter.images.placed:
+        span = shorter.tokens[image.start : image.start + image.length]
+        assert (span == PAD).all()
+
+
 def test_images_that_are_in_no_sample_are_counted_once(model: Path, tmp_path: Path) -> None:
     examples = read(model, tmp_path, PAIR, {**PAIR, "images": ["2.png", "3.png"]})
     images = examples.images
     assert images is not None
-    starts, ends = examples.bounds[:-1], examples.bounds[1:]
+    starts = examples.bounds[:-1]
+    ends = examples.bounds[1:] - 1  # the last token is a label alone
     assert images.outside(starts, ends) == 0
     assert images.outside(starts[:2], ends[:2]) == 2
     assert images.outside(starts[:0], ends[:0]) == 4

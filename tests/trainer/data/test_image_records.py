@@ -100,7 +100,7 @@ def test_images_are_refused_where_texts_alone_are_learned(tmp_path: Path) -> Non
         asked("<image>a cat?", images=["a.png"]), read_with(ReadingOptions())
     )
     pair = {"prompt": "a?", "chosen": "b", "rejected": "c", "images": ["a.png"]}
-    assert "this run reads texts alone; --dpo and --kto read images too" in refused(
+    assert "this run reads texts alone; it reads images too" in refused(
         pair, read_with(ReadingOptions(pairs=True))
     )
     assert "the model of this run reads text alone" in refused(

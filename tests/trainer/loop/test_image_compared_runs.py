@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 
 import megaconv
-from tests.trainer.loop import test_image_pair_runs, test_image_rated_runs
+from tests.trainer.loop import test_image_pair_runs, test_image_rated_runs, test_image_scored_runs
 from tests.trainer.loop.launches import launch, train
-from tests.trainer.loop.whole_models import all_figures, assert_weights, figures
+from tests.trainer.loop.whole_models import all_figures, figures
 
 pytest.importorskip("PIL.Image", reason="needs pillow")
 pytestmark = pytest.mark.oracle
 
-RUNS: dict[str, Any] = {"dpo": test_image_pair_runs, "kto": test_image_rated_runs}
+RUNS: dict[str, Any] = {
+    "dpo": test_image_pair_runs,
+    "kto": test_image_rated_runs,
+    "reward-modeling": test_image_scored_runs,
+}
 LAYOUTS = (
     "--pipeline-model-parallel-size 2",
     "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -29,6 +33,7 @@ SLOW = [("kto", layout) for layout in ("--tensor-model-parallel-size 2", *LAYOUT
     [
         *(("dpo", layout) for layout in LAYOUTS),
         ("kto", LAYOUTS[0]),
+        *(("reward-modeling", layout) for layout in LAYOUTS),
         *(pytest.param(*slow, marks=pytest.mark.slow) for slow in SLOW),
     ],
 )
@@ -40,16 +45,18 @@ def test_the_steps_are_the_same_in_every_layout(
     expected, model = runs.steps_of_transformers("qwen3_vl", tmp_path)
     train(tmp_path, 2, f"{runs.COMMAND} {layout}")
     runs.assert_figures(tmp_path, expected)
-    assert_weights(tmp_path, model)
+    runs.assert_weights(tmp_path, model)
 
 
-@pytest.mark.parametrize("objective", RUNS)
-def test_adapters_learn_from_answers_with_images(objective: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("objective", "lr"), [("dpo", 1.0), ("kto", 1.0), ("reward-modeling", 0.002)]
+)
+def test_adapters_learn_from_answers_with_images(objective: str, lr: float, tmp_path: Path) -> None:
     """The encoder of another directory reads the images of a language model alone."""
     runs = RUNS[objective]
     runs.make("qwen2_5_vl", tmp_path)
     megaconv.convert(tmp_path / "hf", tmp_path / "text", saver="hf", text_only=True)
-    command = f"{runs.COMMAND} --lora-rank 4 --lr 1.0"
+    command = f"{runs.COMMAND} --lora-rank 4 --lr {lr}"
     train(tmp_path, 1, command)
     (first, *_), (second, *_) = whole = figures(tmp_path, runs.FIGURES)
     assert second < first - 0.01
@@ -58,8 +65,19 @@ def test_adapters_learn_from_answers_with_images(objective: str, tmp_path: Path)
     log = train(tmp_path, 1, other.replace("--save run", "--save other")).log(0)
     assert "the encoder of hf reads the images" in log
     assert figures(tmp_path, runs.FIGURES) == whole
-    megaconv.merge(tmp_path / "hf", tmp_path / "run", tmp_path / "merged")
+    merge(objective, tmp_path)
     assert megaconv.fingerprint(tmp_path / "merged") != megaconv.fingerprint(tmp_path / "hf")
+
+
+def merge(objective: str, directory: Path) -> None:
+    """Merge the run's adapter into the original, as docs/images.md has it."""
+    original, adapter, merged = (directory / name for name in ("hf", "run", "merged"))
+    if objective == "reward-modeling":
+        megaconv.convert(
+            original, merged, saver="hf", text_only=True, adapters=[adapter], base=original
+        )
+    else:
+        megaconv.merge(original, adapter, merged)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +124,9 @@ def test_a_run_continues_with_the_same_reference_until_an_image_changes(
 @pytest.mark.parametrize(
     ("objective", "flags", "message", "status"),
     [
-        ("dpo", "--load text --dpo", "this run reads texts alone; --dpo and --kto read images too if --load or --image-encoder names", 3),
-        ("kto", "--load text --kto", "data/rated.jsonl:1: has images, and this run reads texts alone; --dpo and --kto read", 3),
-        ("dpo", "--load hf --reward-modeling", "this run reads texts alone; --dpo and --kto read images too", 3),
-        ("dpo", "--load hf --reward-modeling --image-encoder hf", "--image-encoder is for images of chats, answers and prompts", 2),
+        ("dpo", "--load text --dpo", "this run reads texts alone; it reads images too if --load or --image-encoder names", 3),
+        ("kto", "--load text --kto", "data/rated.jsonl:1: has images, and this run reads texts alone; it reads images", 3),
+        ("reward-modeling", "--load text", "data/pairs.jsonl:1: has images, and this run reads texts alone; it reads", 3),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_in_one_line(

@@ -320,7 +320,6 @@ def test_ranks_without_an_image_train_beside_ranks_with_some(tmp_path: Path) -> 
     [
         ("--finetune-data data/gone.jsonl", "there is no such image; paths are relative", 3),
         ("--finetune-data data/chats.jsonl --image-encoder data", "data: is no multimodal model", 2),
-        ("--finetune-data data/chats.jsonl --reward-modeling --image-encoder hf", "--image-encoder is for images of chats", 2),
         ("--mock-data --image-encoder hf", "--image-encoder requires --finetune-data", 2),
     ],
 )  # fmt: skip

@@ -56,12 +56,12 @@ def _masked_as_in_generation(model: Any, given: Any, named: dict[str, Any]) -> A
 
 
 class OfTransformers:
-    """transformers' whole model of DIRECTORY/hf. It reads images in DIRECTORY/data."""
+    """transformers' whole model of DIRECTORY/hf, or a model of the same kind. It reads images in DIRECTORY/data."""
 
-    def __init__(self, kind: str, directory: Path) -> None:
+    def __init__(self, kind: str, directory: Path, model: Any = None) -> None:
         import transformers
 
-        self.model = load_whole(directory)
+        self.model = load_whole(directory) if model is None else model
         self._kind, self._data, self._transformers = kind, directory / "data", transformers
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
         self._processor = transformers.AutoImageProcessor.from_pretrained(directory / "hf")
@@ -97,6 +97,28 @@ class OfTransformers:
         given = self._given([*prompt, *answer], len(prompt), arguments)
         logits: torch.Tensor = self.model(**given).logits[0, len(prompt) - 1 : -1]
         return logits
+
+    def last_hidden(
+        self, question: Any, names: tuple[str, ...], answer: str, end: str
+    ) -> torch.Tensor:
+        """[hidden]: what the head reads of the last token of an answer with its end."""
+        prompt, arguments = self.prompt(question, names)
+        text = self._tokenizer(f"{answer}{end}", add_special_tokens=False)["input_ids"]
+        found: list[torch.Tensor] = []
+        head = self.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        self.model(**self._given([*prompt, *text], len(prompt), arguments))
+        hook.remove()
+        return found[0][0, -1]
+
+    def score(self, question: Any, names: tuple[str, ...], answer: str) -> float:
+        """Of an answer, by a model with a head of scores."""
+        prompt, arguments = self.prompt(question, names)
+        text = self._tokenizer(answer, add_special_tokens=False)["input_ids"]
+        with torch.no_grad():
+            logits = self.model(**self._given([*prompt, *text], len(prompt), arguments)).logits
+        found: float = logits.item()
+        return found
 
     def completion(self, question: Any, names: tuple[str, ...], count: int) -> list[int]:
         """The likeliest tokens, one by one."""
@@ -160,8 +182,8 @@ def assert_figures(
         assert mine == pytest.approx(theirs[: len(names)], rel=1e-5, abs=within)
 
 
-def assert_weights(directory: Path, model: Any) -> None:
-    """The run's weights in the original's files are those of transformers' model."""
+def assert_weights(directory: Path, model: Any, without: Sequence[str] = ()) -> None:
+    """The run's weights in the original's files are those of transformers' model. without: names that the run lacks."""
     import transformers
 
     megaconv.convert(
@@ -172,7 +194,8 @@ def assert_weights(directory: Path, model: Any) -> None:
     found = dict(load(directory / "back", dtype=torch.float32).named_parameters())
     before = dict(load(directory / "hf", dtype=torch.float32).named_parameters())
     moved = 0.0
-    for name, expected in model.named_parameters():
+    compared = [(name, each) for name, each in model.named_parameters() if name not in without]
+    for name, expected in compared:
         change = (expected - before[name]).abs().max()
         allowed = 1e-4 * change + 2e-7 * expected.abs().max()
         assert (found[name] - expected).abs().max() <= allowed, name
