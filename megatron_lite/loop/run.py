@@ -53,7 +53,7 @@ class Run:
     empty: int = 0
     """Number of steps without a label that counts. Such a step changes no parameter."""
     interval: list[StepReport] = field(default_factory=list)
-    """Steps since the last log line that changed parameters."""
+    """Steps since the last log line, without skipped ones. A step without a label changed no parameter."""
     saved: int | None = None
     """The iteration of the last save."""
     exam: Exam | None = None

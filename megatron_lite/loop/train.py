@@ -143,9 +143,11 @@ def _check_replicas(run: Run) -> None:
 
 def _count(run: Run, report: StepReport) -> None:
     """Count an update. A step may make several."""
+    was_skipped = report.skipped and not report.empty
     run.empty += report.empty
-    run.skipped += report.skipped and not report.empty
-    if not report.skipped:
+    run.skipped += was_skipped
+    if not was_skipped:
+        # A step without labels has no loss, and may have figures: the rewards of completions that are all masked.
         run.interval.append(report)
 
 
@@ -179,7 +181,7 @@ def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
     figures: dict[str, Any] = {
         "iteration": run.progress.iteration,
         "consumed_samples": run.progress.consumed_samples,
-        "loss": mean(each.loss for each in steps),
+        "loss": _mean_loss(steps),
         "grad_norm": report.grad_norm,
         "learning_rate": rates.lr,
         "memory_bytes": memory_bytes(run.engine.grid.device),
@@ -195,6 +197,12 @@ def _log(run: Run, report: StepReport, rates: Rates, *, last: bool) -> None:
     run.say(line(figures, run.objective.shown(others), run.settings.training.train_iters))
     for sink in run.sinks:
         sink.write(run.progress.iteration, {**{name: figures[name] for name in METRICS}, **others})
+
+
+def _mean_loss(steps: Sequence[StepReport]) -> float:
+    """Return the mean loss of the steps with labels; of all steps if there are none."""
+    learned = [each for each in steps if not each.empty]
+    return mean(each.loss for each in learned or steps)
 
 
 def _means_of_others(steps: Sequence[StepReport]) -> dict[str, float]:

@@ -31,6 +31,7 @@ from megatron_lite.inference.prompts import encode, encode_chat
 from megatron_lite.objectives.epochs import evaluations, training_length
 from megatron_lite.objectives.rewards import Reward
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
+from megatron_lite.settings.completion_flags import limits_without_effect
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
 
@@ -284,6 +285,13 @@ class PromptData(TrainingData):
         if self.rewards:
             judged = ", ".join(f"{reward.weight:g} x {reward.word}" for reward in self.rewards)
             yield f"rewards: {judged}"
+        unused = limits_without_effect(setup.settings)
+        if unused:
+            verb = "has" if len(unused) == 1 else "have"
+            yield (
+                f"notice: {' and '.join(unused)} {verb} no effect with --num-iterations 1: completions are learned once, while their "
+                "probability ratios are 1"
+            )
 
     def _prompts(self) -> str:
         """Return a text such as `4 prompts with 3 images`."""

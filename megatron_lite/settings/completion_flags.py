@@ -83,6 +83,17 @@ OF_CLIPPED = {
 """Limits of GRPO's ratios -> the losses that don't have them."""
 
 
+def limits_without_effect(settings: Settings) -> list[str]:
+    """Return the given flags that limit ratios, if all ratios are 1: a run with one update of the same completions."""
+    grpo = settings.grpo
+    if not grpo.grpo or grpo.num_iterations > 1:
+        return []
+    names = [name for name in OF_CLIPPED if name in settings.given]
+    if grpo.loss_type == "cispo" and (grpo.epsilon_high or 1) < 1:
+        names.remove("epsilon_high")  # a weight below 1 counts for a ratio of 1 too
+    return [flag_name(name) for name in sorted(names)]
+
+
 def _limits(grpo: Grpo) -> Judged:
     """Checks of the limits that only some losses have."""
     delta, kind = grpo.delta, grpo.loss_type

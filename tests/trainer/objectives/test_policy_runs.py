@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import torch
 
 import megaconv
+from megatron_lite.settings.arguments import parse
+from megatron_lite.settings.completion_flags import limits_without_effect
 from tests.trainer.inference.conversations import save
 from tests.trainer.loop.launches import launch, metrics, train
 from tests.trainer.loop.test_manners import refused
@@ -103,6 +106,51 @@ def test_a_step_without_a_completion_that_ends_changes_nothing(ratios: str, tmp_
     trained, before = (megaconv.open(place) for place in (tmp_path / "ckpt", BASE))
     for name in before.tensors:
         assert torch.equal(trained.load(name), before.load(name).float()), name
+
+
+def test_the_mean_reward_of_several_steps_counts_completions_that_are_masked(
+    tmp_path: Path,
+) -> None:
+    """Some steps have a completion that ends, and others don't. The mean loss is over the former."""
+    short = WORDS.replace("--global-batch-size 4", "--global-batch-size 1")
+    command = f"{short} --num-generations 2 --train-iters 8 --mask-truncated-completions --lr 1e-9"
+    for name, interval in (("each", 1), ("all", 8)):
+        write_task(tmp_path / name)
+        every = command.replace("--log-interval 1", f"--log-interval {interval}")
+        log = train(tmp_path / name, 1, every).log(0)
+    each, (together,) = metrics(tmp_path / "each"), metrics(tmp_path / "all")
+    masked = [line for line in each if line["truncated"] == 1]
+    assert 0 < len(masked) < len(each)
+    assert f"| {len(masked)} without labels" in log
+    for figure in ("reward", "completion_length", "truncated", "frac_reward_zero_std"):
+        assert together[figure] == pytest.approx(mean(line[figure] for line in each)), figure
+    learned = [line["loss"] for line in each if line["truncated"] < 1]
+    assert together["loss"] == pytest.approx(mean(learned))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--epsilon 0.3", "--epsilon"),
+        ("--delta 2 --epsilon 0.2", "--delta and --epsilon"),
+        ("--epsilon 0.2 --epsilon-high 0.3", "--epsilon and --epsilon-high"),
+        ("--loss-type cispo --epsilon-high 4", "--epsilon-high"),
+        ("--loss-type cispo --epsilon-high 0.5", ""),
+        ("--epsilon 0.3 --num-iterations 2", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_limits_of_ratios_that_are_always_1_are_named(flags: str, named: str) -> None:
+    words = f"--load {BASE} --finetune-data p.jsonl --grpo --reward r.py:f {flags}"
+    settings, _ = parse("finetune", words.split())
+    unused = limits_without_effect(settings)
+    assert " and ".join(unused) == named
+
+
+def test_a_run_names_a_limit_without_effect(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    log = train(tmp_path, 1, f"{WORDS} --num-generations 2 --train-iters 1 --epsilon 0.3").log(0)
+    assert "notice: --epsilon has no effect with --num-iterations 1: completions are learned" in log
 
 
 def test_an_evaluation_without_a_completion_that_ends_has_rewards(tmp_path: Path) -> None:
