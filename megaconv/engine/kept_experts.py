@@ -74,7 +74,7 @@ def with_kept_experts(source: Source, chosen: Kept, place: str) -> KeptExperts:
 def _require_experts(header: Header, place: str) -> None:
     config = header.config
     require_language_model(header, place, _OPTION)
-    if not config.experts.count:
+    if not layers_with_experts(header):
         raise UnsupportedInput(f"{_OPTION}: {place} has no experts; leave the option out")
     if config.has("hash_layers"):
         raise UnsupportedInput(
@@ -85,7 +85,7 @@ def _require_experts(header: Header, place: str) -> None:
 def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, ...]]:
     """The experts that stay, by layer. Raises UsageError."""
     count = header.config.experts.count
-    layers = _layers(header)
+    layers = layers_with_experts(header)
     named = dict.fromkeys(layers, chosen[EVERYWHERE]) if chosen.keys() == {EVERYWHERE} else chosen
     kept = {layer: tuple(named[layer]) for layer in layers if layer in named}
     missing = [layer for layer in layers if layer not in kept]
@@ -104,8 +104,8 @@ def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, 
     return kept
 
 
-def _layers(header: Header) -> list[str]:
-    """The layers with experts, in model order."""
+def layers_with_experts(header: Header) -> list[str]:
+    """The layers with experts, in model order. A model may have a number of experts, and no such layer."""
     matches = [_EXPERT.fullmatch(key.name) for key in header.manifest if key.slot == WEIGHT]
     found = [match["layer"] for match in matches if match]
     return list(dict.fromkeys(found))

@@ -9,7 +9,11 @@ from typing import Any
 
 from formats.whole_file import write_whole
 from formats.wording import counted
-from megaconv.engine.kept_experts import require_routable, with_kept_experts
+from megaconv.engine.kept_experts import (
+    layers_with_experts,
+    require_routable,
+    with_kept_experts,
+)
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.model.ir import OpenedSource
 from megaconv.model.subjects import Experts
@@ -91,7 +95,7 @@ def main(given: argparse.Namespace) -> None:
 def _ranked(given: argparse.Namespace, opened: OpenedEngine) -> ExpertRanking:
     """Measure the experts. Raises UsageError, UnsupportedInput, NotExpressible."""
     experts = opened.config.experts
-    if not experts.count:
+    if not layers_with_experts(opened.start.header):
         raise UnsupportedInput(
             f"{given.load}: has no experts; `megatron-lite rank-layers` measures layers"
         )

@@ -371,6 +371,13 @@ def test_other_models_are_refused(mixture: Path, tmp_path: Path) -> None:
     assert_refused(run("convert", case / "base", *words, *both), 2, "merge the adapter first")
 
 
+def test_a_mixture_of_dense_layers_alone_is_refused(tmp_path: Path) -> None:
+    dense = tmp_path / "dense"
+    oracle.create(ALL["deepseek_v3"], dense, num_hidden_layers=2, first_k_dense_replace=2)
+    words = [tmp_path / "out", "--saver", "hf", "--keep-experts", "0-7"]
+    assert_refused(run("convert", dense, *words), 3, "dense has no experts; leave the option out")
+
+
 def test_values_of_python_are_read() -> None:
     assert kept_experts(range(3)) == {EVERYWHERE: (0, 1, 2)}
     assert kept_experts({"layers.0": [2, 0]}) == {"layers.0": (0, 2)}

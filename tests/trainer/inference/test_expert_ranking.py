@@ -171,6 +171,16 @@ def test_a_model_without_experts_is_refused(
     assert "llama: has no experts; `megatron-lite rank-layers`" in capsys.readouterr().err
 
 
+def test_a_mixture_of_dense_layers_alone_is_refused(
+    model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = save_tokenizer(tmp_path / "dense", MARKED["chatml"])
+    config = Qwen3MoeConfig.from_pretrained(model, num_hidden_layers=2, mlp_only_layers=[0, 1])
+    Qwen3MoeForCausalLM(config).save_pretrained(dense)
+    assert run("rank-experts", dense, "--data", texts, "--output", tmp_path / "kept.json") != 0
+    assert "dense: has no experts; `megatron-lite rank-layers`" in capsys.readouterr().err
+
+
 def test_weights_that_are_not_finite_are_refused(
     model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
