@@ -6,7 +6,6 @@ from dataclasses import replace
 from formats import rank_files
 from formats.wording import counted
 from megaconv.errors import UsageError
-from megatron_lite.checkpoint.same_run import stated_objective
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.index_cache import cache_key
@@ -14,7 +13,8 @@ from megatron_lite.data.samples import Dataset
 from megatron_lite.loop.run import Run
 from megatron_lite.parallel.comm import Group
 from megatron_lite.processes.node import once_a_node
-from megatron_lite.settings.config import Settings
+from megatron_lite.settings.config import Settings, flags
+from megatron_lite.settings.sizes import Sizes
 
 
 def compares(settings: Settings) -> bool:
@@ -45,7 +45,7 @@ def require_evaluations(settings: Settings, dataset: Dataset | None, steps: int)
 
 
 def with_comparable_best(
-    progress: Progress, settings: Settings, saver: Saver | None, node: Group
+    progress: Progress, settings: Settings, sizes: Sizes, saver: Saver | None, node: Group
 ) -> Progress:
     """Return the progress of a continued run without its best iteration, if new evaluations can't be compared with it.
 
@@ -54,7 +54,7 @@ def with_comparable_best(
     best = progress.best_iteration
     if best is None or not compares(settings):
         return progress
-    is_comparable = progress.best_by == _measured_by(settings)
+    is_comparable = progress.best_by == _measured_by(settings, sizes)
     if is_comparable and saver is not None and settings.checkpointing.keep_best:
         is_comparable = once_a_node(lambda: saver.holds(best), node)
     if is_comparable:
@@ -64,17 +64,17 @@ def with_comparable_best(
     )
 
 
-def _measured_by(settings: Settings) -> str:
-    """Return a hash of what the validation loss depends on beside the weights: the objective, and the data for evaluation."""
-    data = settings.data
-    words = (
-        data.valid_finetune_data,
-        data.valid_data_path,
-        data.finetune_data,
-        data.data_path,
-        data.split,
-    )
-    return cache_key(objective=repr(stated_objective(settings)), data=repr(words))
+def _measured_by(settings: Settings, sizes: Sizes) -> str:
+    """Return a hash of what the validation loss depends on beside the weights: the objective, and the samples of an evaluation."""
+    chosen: dict[str, object] = {
+        name: getattr(getattr(settings, subject), name)
+        for name, (subject, field) in flags().items()
+        if field.metadata["samples"]
+    }
+    chosen["valid_finetune_data"] = settings.data.valid_finetune_data
+    chosen["samples"] = settings.training.eval_iters * sizes.batch.full
+    chosen["seq_length"] = sizes.seq
+    return cache_key(**{name: repr(value) for name, value in chosen.items()})
 
 
 def note_evaluation(run: Run, loss: float) -> None:
@@ -90,7 +90,7 @@ def note_evaluation(run: Run, loss: float) -> None:
             progress,
             best_iteration=progress.iteration,
             best_loss=loss,
-            best_by=_measured_by(run.settings),
+            best_by=_measured_by(run.settings, run.sizes),
         )
     run.progress = replace(progress, evaluations_since_best=since)
 

@@ -111,7 +111,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     datasets = _load(basis, engine, datasets, feeder, setup)
     saver = _saver(basis, setup)
     require_evaluations(settings, datasets[1], samples // sizes.batch.full)
-    progress = with_comparable_best(basis.progress, settings, saver, place.node)
+    progress = with_comparable_best(basis.progress, settings, sizes, saver, place.node)
     identity = all_or_none(lambda: data.identity(setup))
     run = Run(
         settings=settings,

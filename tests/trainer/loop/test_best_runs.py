@@ -133,20 +133,41 @@ def test_a_run_without_the_flag_keeps_the_recorded_checkpoint(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "change", ["--valid-finetune-data learned.jsonl", "--dpo --dpo-loss simpo"]
+    ("flags", "change"),
+    [
+        ("", "--valid-finetune-data learned.jsonl"),
+        ("", "--dpo --dpo-loss simpo"),
+        ("--dpo", "--dpo --dpo-loss ipo"),
+        ("--dpo --dpo-loss simpo", "--dpo --dpo-loss simpo --simpo-gamma 2"),
+        ("", "--eval-iters 2"),
+        ("", "--eval-iters 1 --global-batch-size 2"),
+    ],
 )
-def test_another_validation_loss_is_not_compared_with(change: str, tmp_path: Path) -> None:
+def test_another_validation_loss_is_not_compared_with(
+    flags: str, change: str, tmp_path: Path
+) -> None:
     write_texts(tmp_path)
-    train(tmp_path, 1, f"{WORDS} --train-iters 6 --keep-best --keep-last 1")
+    if "--dpo" in flags:
+        write_pairs(tmp_path)
+    train(tmp_path, 1, f"{WORDS} --train-iters 6 --keep-best --keep-last 1 {flags}")
     assert recorded(tmp_path) < 6
-    words = f"{WORDS} --train-iters 7 --keep-best --keep-last 1 --resume {change}"
     if "--dpo" in change:
-        pairs = [{"prompt": f"{n} 2", "chosen": "3", "rejected": f"{n}"} for n in range(7, 15)]
-        for name in ("learned", "other"):
-            (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        write_pairs(tmp_path)
+    words = f"{WORDS} --train-iters 7 --keep-best --keep-last 1 --resume {change}"
     log = train(tmp_path, 1, words).log(0)
     assert "after step 7, kept" in log
     assert recorded(tmp_path) == 7
+
+
+def write_pairs(directory: Path) -> None:
+    """Pairs of answers, and the same ones with the other answer chosen, whose loss rises from the first step."""
+    for name, chosen in (("learned", True), ("other", False)):
+        answers = [("3", str(n)) if chosen else (str(n), "3") for n in range(7, 15)]
+        pairs = [
+            {"prompt": f"{n} 2", "chosen": good, "rejected": bad}
+            for n, (good, bad) in enumerate(answers, 7)
+        ]
+        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
 
 
 def test_a_run_ends_after_evaluations_without_a_lower_loss(tmp_path: Path) -> None:
