@@ -19,7 +19,8 @@ from megaconv.planning import layer_costs
 from megaconv.planning.estimate import Estimate, Estimator
 from megaconv.planning.gpus import GPUS
 from megaconv.planning.layer_costs import Machine
-from megaconv.planning.run import Recompute, Run
+from megaconv.planning.recomputation import Recompute
+from megaconv.planning.run import Run
 from megaconv.planning.search import (
     MICRO_BATCHES,
     VIRTUAL,

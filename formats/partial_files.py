@@ -11,7 +11,6 @@ this register first, so that it never reads a hole as zeros:
 
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -108,6 +107,9 @@ def fetch_whole(paths: Iterable[Path]) -> None:
         for file in files:
             file.require(0, file.state.size)
         return
+    # Every command imports this module, and few of them read from a store.
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(lambda file: file.require(0, file.state.size), files))
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from formats import sharded_safetensors, torch_dist
 from formats.chunked import ChunkedTensor
+from formats.wording import listing
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families import Family, read_config
@@ -27,7 +28,7 @@ from megaconv.huggingface.stored_names import renamed, unwrapped
 from megaconv.loader import Loader
 from megaconv.megatron.arguments.run_arguments import vocab_divisor
 from megaconv.megatron.arguments.zero_groups import GROUP_OPTIONS, takes_megatrons
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF, HF_SEPARATE, HF_STACKED, META_ROWS, TITAN, Naming

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from formats import zero_partitions
 from formats.tensor import LazyTensor
+from formats.wording import listing
 from formats.zero_partitions import ZeroCheckpoint
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UnsupportedInput, UsageError
@@ -30,7 +31,7 @@ from megaconv.megatron.arguments.zero_groups import (
 )
 from megaconv.megatron.optimizer.master_check import CheckedMaster
 from megaconv.megatron.rank_files.layer_files import holds_layer_files, open_layer_files
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from formats.lazy_numpy import np
 from formats.orbax_arrays import ArrayMatrix, OrbaxTree, find_tree, open_arrays, read_tree
 from formats.tensor import Box, Bytes, ComputedTensor, LazyTensor, Shape
+from formats.wording import listing
 from megaconv.engine.sidecars import find_sidecars
 from megaconv.errors import TensorMismatch, UnknownFormat, UsageError
 from megaconv.extras import install
@@ -31,7 +32,6 @@ from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.huggingface.canonical import whole_model
 from megaconv.loader import Loader
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, OpenedSource, describe, main_dtype
 from megaconv.model.naming import HF

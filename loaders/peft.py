@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from formats.rows import Rows
+from formats.wording import listing
 from megaconv.adapters.derived import EveryNth
 from megaconv.adapters.opening import open_adapter
 from megaconv.adapters.peft_files import (
@@ -24,7 +25,6 @@ from megaconv.errors import NotExpressible, TensorMismatch, UnknownFormat, Usage
 from megaconv.families import read_config
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.loader import Loader
-from megaconv.model.check import listing
 from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import HF
 from megaconv.model.natives import NativeTensor

@@ -10,7 +10,7 @@ from formats import gguf_header
 from formats.gguf import BLOCK_TYPES, KINDS, GgufLayout, Value
 from formats.gguf_header import GgufHeader
 from formats.tensor import ITEMSIZE, FileTensor, InputFile, LazyTensor, Shape, matrix_shape
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.engine.plan import OutputPlan, Placement
 from megaconv.engine.reading_back import Stored, as_streamed
 from megaconv.errors import CorruptCheckpoint, NotExpressible, TensorMismatch
@@ -23,7 +23,7 @@ from megaconv.gguf.names import ARCHITECTURES, DIVISORS, gguf_rows
 from megaconv.gguf.tokenizer import tokenizer_values
 from megaconv.gguf.types import ALL_TYPES, MIXTURES, PLAIN_TYPES, types_of
 from megaconv.model.ceilings import require_countable
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED, changed, fields_of, one_or_each
 from megaconv.model.ir import Header, Key, TensorInfo, main_dtype

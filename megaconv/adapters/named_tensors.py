@@ -214,14 +214,6 @@ def _wrapped(
     return changed[-1 - depth]
 
 
-def name_in_class(family: Family, name: str) -> str:
-    """The name in transformers' class of a tensor in files."""
-    for ours, theirs in family.renamed.items():
-        if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
-    return name
-
-
 def is_of_parameter(native: NativeTensor, config: AdapterConfig) -> bool:
     """True if the adapter is one of a parameter: of all experts of a layer, or listed in `target_parameters`."""
     is_listed = any(f".{native.name}".endswith(f".{name}") for name in config.parameters)

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from formats.rank_files import find_version
 from formats.tensor import LazyTensor
+from formats.wording import listing
 from megaconv.errors import CorruptCheckpoint, TensorMismatch, UnsupportedInput
 from megaconv.huggingface.weight_files import read_file
-from megaconv.model.check import listing
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")

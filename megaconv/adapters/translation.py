@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from formats.tensor import Box, LazyTensor, Shape
+from formats.wording import listing
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import Family, family
 from megaconv.model.adapter import (
@@ -21,7 +22,6 @@ from megaconv.model.adapter import (
     of_each_expert,
 )
 from megaconv.model.assembled import Placed, assemble
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, OpenedSource, describe
 from megaconv.model.naming import Naming

@@ -14,12 +14,12 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from formats.wording import listing
 from megaconv.commands.hub_files import Hashes, arrived, hashes_of_content
 from megaconv.commands.hub_weights import notice_of, old_weights, require_read
 from megaconv.commands.model_card import CARD
 from megaconv.errors import CheckpointError, Interrupted, ModelsDiffer
 from megaconv.hub_settings import answer_seconds
-from megaconv.model.check import listing
 from megaconv.options import PushOptions
 
 _AT_ONCE = 500

@@ -7,9 +7,9 @@ transformers reads the single file first.
 import re
 from collections.abc import Collection, Iterable
 
+from formats.wording import listing
 from megaconv.errors import UsageError
 from megaconv.families.parts.keys import WEIGHT_NAMES
-from megaconv.model.check import listing
 
 _WEIGHTS = re.compile(
     r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?", re.ASCII

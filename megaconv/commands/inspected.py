@@ -7,11 +7,10 @@ from math import prod
 from typing import Any
 
 from formats.tensor import ITEMSIZE
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.commands.units import readable, share
 from megaconv.engine.record import RECORD_NAME
 from megaconv.families.parts.whole_model import named
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
 from megaconv.model.ir import WEIGHT, Header

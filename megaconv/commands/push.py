@@ -15,6 +15,7 @@ from pathlib import Path
 from formats.ceilings import CONFIG_BYTES, RECORD_BYTES
 from formats.partial_files import fetch_whole
 from formats.regular_files import read_json, read_small
+from formats.wording import listing
 from megaconv import registry
 from megaconv.adapters.peft_files import adapter_directory
 from megaconv.best_iteration import with_best
@@ -39,7 +40,6 @@ from megaconv.hub import nothing_at
 from megaconv.hub_settings import answer_seconds
 from megaconv.input import Input
 from megaconv.local_paths import local_path
-from megaconv.model.check import listing
 from megaconv.options import ConvertOptions, LoadOptions, PushOptions
 from megaconv.signatures.bundle import SIGNATURE_NAME, read_bundle
 from megaconv.store_inputs import is_store, stand_in

@@ -17,6 +17,7 @@ from formats.ceilings import RECORD_BYTES, SIDECAR_BYTES, SIGNATURE_BYTES
 from formats.opened import OpenedFiles
 from formats.regular_files import read_small
 from formats.renames import sync_directory
+from formats.wording import listing
 from megaconv.best_iteration import with_best
 from megaconv.commands.model_card import published_record
 from megaconv.commands.verification import verify
@@ -40,7 +41,6 @@ from megaconv.errors import (
 )
 from megaconv.hub import nothing_at, scheme_of
 from megaconv.input import find_input
-from megaconv.model.check import listing
 from megaconv.options import LoadOptions, SealOptions
 from megaconv.signatures import keyless
 from megaconv.signatures.bundle import SIGNATURE_NAME, parse_bundle

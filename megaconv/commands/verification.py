@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.opened import OpenedFiles
+from formats.wording import listing
 from megaconv.commands.signed import check_seal, has_signature
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.opening import open_source
@@ -18,7 +19,6 @@ from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place, nothing_at, resolve
 from megaconv.input import input_at
 from megaconv.model.beside import BESIDE
-from megaconv.model.check import listing
 from megaconv.model.ir import Key, Source, TensorInfo
 from megaconv.options import LoadOptions, SealOptions
 from megaconv.signatures.checking import Signed

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.tensor import LazyTensor
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.errors import (
     CorruptCheckpoint,
@@ -16,7 +16,6 @@ from megaconv.errors import (
     UsageError,
 )
 from megaconv.families import family
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
 from megaconv.model.layout import LayerSplit, Layout, split_layers

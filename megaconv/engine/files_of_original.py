@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from formats.small_files import SmallFile
+from formats.wording import listing
 from megaconv.engine.base_model import BaseModel
 from megaconv.engine.new_tokenizer import tokenizer_files
 from megaconv.engine.sidecars import is_of_tokenizer
@@ -22,7 +23,6 @@ from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.scores import class_around
 from megaconv.families.parts.whole_model import whole_config_json, with_values
 from megaconv.model.beside import Whole
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header
 

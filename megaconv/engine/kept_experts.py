@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from formats.tensor import LazyTensor
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
 from megaconv.families import family
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
 from megaconv.model.layout import Layout

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from formats.wording import are, counted
+from formats.wording import are, counted, listing
 from megaconv import registry
 from megaconv.engine.fingerprints import Fingerprint, fingerprint_source
 from megaconv.engine.plan import default_workers
@@ -20,7 +20,6 @@ from megaconv.families.parts.own_names import OWN_NAMES
 from megaconv.hub import Place
 from megaconv.input import Input
 from megaconv.model.beside import BESIDE
-from megaconv.model.check import listing
 from megaconv.model.ir import WEIGHT, Header, Key, OpenedSource, Source, TensorInfo
 from megaconv.model.training import MASTER
 from megaconv.options import LoadOptions

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.tensor import Box, LazyTensor
+from formats.wording import listing
 from megaconv.engine.chosen_layers import with_layers
 from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.engine.other_models import open_other, require_weights, tell_of_settings
@@ -20,7 +21,6 @@ from megaconv.errors import (
 from megaconv.families import families, family
 from megaconv.families.parts.family import Family
 from megaconv.input import Input
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import NOT_COMPUTED
 from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo

@@ -7,14 +7,14 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from formats.tensor import LazyTensor
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
 from megaconv.families.parts.scores import require_scores_of_class, with_stored_bias
 from megaconv.huggingface.spellings import hf_namings
 from megaconv.huggingface.zero_biases import without_zero_biases
 from megaconv.model.assembled import Placed, assemble
-from megaconv.model.check import listing, same_names
+from megaconv.model.check import same_names
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.model.ir import WEIGHT, Key

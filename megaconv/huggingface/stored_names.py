@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from formats.tensor import LazyTensor
+from formats.wording import listing
 from megaconv.errors import TensorMismatch
 from megaconv.families import Family
-from megaconv.model.check import listing
 from megaconv.model.naming import HF
 
 _log = logging.getLogger("megaconv")
@@ -106,3 +106,11 @@ def prefix_of(family: Family) -> str:
     embedding = next((row for row in family.rows if row.stage == "first"), None)
     names = [] if embedding is None else [spelling.name for spelling in embedding.spelling(HF)]
     return _BASE if names and all(name.startswith(_BASE) for name in names) else ""
+
+
+def name_in_class(family: Family, name: str) -> str:
+    """The name in transformers' class of a tensor in files."""
+    for ours, theirs in family.renamed.items():
+        if name.startswith(theirs):
+            return ours + name.removeprefix(theirs)
+    return name

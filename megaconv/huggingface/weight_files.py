@@ -9,11 +9,10 @@ from pathlib import Path
 from formats import safetensors, torch_zip
 from formats.errors import CheckpointError, CorruptCheckpoint
 from formats.tensor import LazyTensor
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.errors import TensorMismatch
 from megaconv.families.parts.keys import WEIGHT_NAMES
 from megaconv.huggingface.other_files import complete_shards, weights_inside
-from megaconv.model.check import listing
 
 _log = logging.getLogger("megaconv")
 

@@ -5,19 +5,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 from formats.tensor import LazyTensor
-from formats.wording import are, counted
+from formats.wording import are, counted, listing
 from megaconv.errors import CorruptCheckpoint, TensorMismatch
 from megaconv.model.ir import Key, TensorInfo
-
-_LISTED = 8
-"""Number of names that an error message lists."""
-
-
-def listing(names: Collection[object]) -> str:
-    """The names as text for a message: `a, b, c and 5 more`."""
-    shown = [str(name) for name in list(names)[:_LISTED]]
-    rest = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {rest} more" if rest else "")
 
 
 class Ledger:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from formats.ceilings import SIDECAR_BYTES
-from formats.regular_files import read_json
 from megaconv.errors import CorruptCheckpoint, UsageError
 from megaconv.local_paths import local_path
 from megaconv.options.values import expert_numbers
@@ -51,6 +50,8 @@ def _of_file(path: Path) -> Kept:
         raise UsageError(
             f"{path}: is neither a list of experts, such as 0-47,60, nor a file that `megatron-lite rank-experts` wrote"
         )
+    from formats.regular_files import read_json  # most commands read no such file
+
     found = read_json(path, SIDECAR_BYTES)
     layers = found.get(KEEP) if isinstance(found, dict) else None
     if not isinstance(layers, dict) or not layers:

@@ -10,7 +10,8 @@ from megaconv.planning.layer_costs import (
     message_seconds,
 )
 from megaconv.planning.parameters import Parameters
-from megaconv.planning.run import KEEP_ALL, Run
+from megaconv.planning.recomputation import KEEP_ALL
+from megaconv.planning.run import Run
 
 
 def forward_time(run: Run, machine: Machine) -> float:

@@ -28,7 +28,8 @@ from megaconv.planning.rates import (
     exchange_seconds,
     link,
 )
-from megaconv.planning.run import KEEP_ALL, Run
+from megaconv.planning.recomputation import KEEP_ALL
+from megaconv.planning.run import Run
 from megaconv.planning.traffic import of_layer, of_scores, there_and_back
 
 CAUSAL = 0.5

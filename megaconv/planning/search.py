@@ -14,7 +14,8 @@ from megaconv.model.sharding import rank_sizes
 from megaconv.planning.estimate import Estimate, Estimator
 from megaconv.planning.gpus import Gpu
 from megaconv.planning.layer_costs import Machine
-from megaconv.planning.run import KEEP_ALL, Recompute, Run
+from megaconv.planning.recomputation import KEEP_ALL, Recompute
+from megaconv.planning.run import Run
 from megaconv.planning.splits import even_stages, head_layers
 
 MICRO_BATCHES = (1, 2, 4, 8)

@@ -8,7 +8,7 @@ from typing import Any
 
 from formats.tensor import LazyTensor, Shape
 from formats.torch_dist import DistDirectory
-from megaconv.model.check import listing
+from formats.wording import listing
 from megaconv.model.training import TrainingState
 from megaconv.pytorch import stored_optimizer, titan_fused
 from megaconv.pytorch.adam_state import adam_state

@@ -13,9 +13,10 @@ from formats import dtensor_files, fsdp_optimizer
 from formats.dtensor_files import SavedModel
 from formats.fsdp_optimizer import FsdpOptimizer
 from formats.tensor import LazyTensor, Shape
+from formats.wording import listing
 from megaconv.errors import CorruptCheckpoint, UnsafeContent, UnsupportedInput
 from megaconv.huggingface.stored_names import unwrapped
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 from megaconv.model.training import ADAM, TrainingState
 from megaconv.pytorch.adam_state import adam_state
 from megaconv.pytorch.progress import batch_size_of, with_counted_samples

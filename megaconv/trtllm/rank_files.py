@@ -13,9 +13,8 @@ from pathlib import Path
 from formats import safetensors
 from formats.errors import CorruptCheckpoint
 from formats.tensor import LazyTensor
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.model.check import listing
 
 _NAME = re.compile(r"rank(0|[1-9]\d{0,5})\.safetensors")
 

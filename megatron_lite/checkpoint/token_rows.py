@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from formats.tensor import Box, LazyTensor
-from megaconv.adapters.named_tensors import name_in_class
 from megaconv.adapters.peft_files import Adapter
 from megaconv.adapters.targets import changed_rows
 from megaconv.families import family
+from megaconv.huggingface.stored_names import name_in_class
 from megaconv.model.config import ModelConfig
 from megatron_lite.checkpoint.held_tensor import HeldTensor
 from megatron_lite.checkpoint.weights import read

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from formats.tensor import LazyTensor, read_tensor
+from formats.wording import listing
 from megaconv.adapters.low_rank import FLOATS
-from megaconv.adapters.named_tensors import name_in_class
 from megaconv.adapters.peft_files import Adapter
 from megaconv.adapters.targets import replaced_tensors
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.families import family
-from megaconv.model.check import listing
+from megaconv.huggingface.stored_names import name_in_class
 from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 from megatron_lite.checkpoint.held_tensor import HeldTensor

@@ -21,3 +21,6 @@ OTHERS = {
     "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""
+
+WITHOUT_TORCH = ("plan", "models", "recipes", "plot", "completion")
+"""Commands that import neither torch nor numpy."""

@@ -1,21 +1,25 @@
-"""The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`. torchrun starts it in every process."""
+"""The command line: `megatron-lite pretrain | finetune | preprocess | generate ...`. torchrun starts it in every process.
+
+Training commands import their flags when they run, as other commands import their work.
+"""
 
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
-from megaconv.hub import require_input
 from megaconv.terminal import hide_download_bars
-from megatron_lite.commands.catalog import OTHERS
+from megatron_lite.commands.catalog import OTHERS, WITHOUT_TORCH
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
-from megatron_lite.settings.arguments import DESCRIPTIONS, make_parser, parse
-from megatron_lite.settings.early_checks import check_load, with_best_iterations
-from megatron_lite.settings.help_text import short_help
-from megatron_lite.settings.short_form import ShortForm, positionals
+from megatron_lite.settings.training_commands import DESCRIPTIONS
+
+if TYPE_CHECKING:
+    from megatron_lite.settings.config import Settings
+    from megatron_lite.settings.short_form import ShortForm
 
 USAGE = """usage: megatron-lite COMMAND [FLAGS]
 
@@ -64,7 +68,7 @@ def run(arguments: Sequence[str]) -> None:
     from formats.file_limit import raise_file_limit
 
     raise_file_limit()
-    if not _asks_for_help(words):
+    if command not in WITHOUT_TORCH and not _asks_for_help(words):
         import numpy  # noqa: F401 - torch imports it too, and would ignore a Ctrl-C that arrives meanwhile
 
     if command in OTHERS:
@@ -108,10 +112,7 @@ def _train(command: str, words: list[str]) -> None:
     try:
         adopt()
         _help_if_asked(command, words)
-        short = _short_form(words) if command == "finetune" else None
-        settings, ignored = parse(command, words if short is None else words[2:], short)
-        settings = with_best_iterations(settings)
-        check_load(settings)
+        settings, ignored = _settings(command, words)
         require_torch(f"megatron-lite {command}", extras="train,data")
     except CheckpointError as error:
         _refuse(str(error), error.exit_status)
@@ -123,11 +124,26 @@ def _train(command: str, words: list[str]) -> None:
     run(settings, finetune=command == "finetune")
 
 
+def _settings(command: str, words: list[str]) -> "tuple[Settings, list[str]]":
+    """Return the settings, and the accepted flags that have no effect here. Raises CheckpointError."""
+    from megatron_lite.settings.arguments import parse
+    from megatron_lite.settings.early_checks import check_load, with_best_iterations
+
+    short = _short_form(words) if command == "finetune" else None
+    settings, ignored = parse(command, words if short is None else words[2:], short)
+    settings = with_best_iterations(settings)
+    check_load(settings)
+    return settings, ignored
+
+
 def _help_if_asked(command: str, words: Sequence[str]) -> None:
     """Print the help and end the process, if the words ask for it."""
     if not _asks_for_help(words):
         return
     if _is_first():
+        from megatron_lite.settings.arguments import make_parser
+        from megatron_lite.settings.help_text import short_help
+
         text = make_parser(command).format_help() if "--help-all" in words else short_help(command)
         print(text, end="")
     sys.exit(0)
@@ -137,12 +153,16 @@ def _asks_for_help(words: Sequence[str]) -> bool:
     return not {"-h", "--help", "--help-all"}.isdisjoint(words)
 
 
-def _short_form(words: Sequence[str]) -> ShortForm | None:
+def _short_form(words: Sequence[str]) -> "ShortForm | None":
     """Return MODEL and DATA, and what the processes and the device are. Raises UsageError."""
+    from megatron_lite.settings.short_form import ShortForm, positionals
+
     found = positionals(words)
     if not found:
         return None
     model, data = found
+    from megaconv.hub import require_input
+
     require_input(model)
     require_torch("megatron-lite finetune", extras="train,data")
     import torch

@@ -3,9 +3,9 @@
 import argparse
 
 from megatron_lite.commands.catalog import OTHERS
-from megatron_lite.settings.arguments import DESCRIPTIONS
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.flag_parser import FlagParser
+from megatron_lite.settings.training_commands import DESCRIPTIONS
 
 EXAMPLES = """examples:
   eval "$(megatron-lite completion bash)"                                  # in ~/.bashrc

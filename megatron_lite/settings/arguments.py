@@ -11,6 +11,7 @@ from megatron_lite.settings.earlier_flags import with_todays_flags
 from megatron_lite.settings.flag_parser import FlagParser
 from megatron_lite.settings.recipes import recipe_path
 from megatron_lite.settings.short_form import ALTERNATIVES, ShortForm
+from megatron_lite.settings.training_commands import DESCRIPTIONS
 from megatron_lite.settings.unknown_flags import RECIPE_FLAG, YAML_FLAGS, take_without_effect
 from megatron_lite.settings.value_types import element_type, type_hints, value_reader
 from megatron_lite.settings.yaml_file import read_yaml
@@ -138,12 +139,6 @@ def make_parser(command: str) -> argparse.ArgumentParser:
             if name in kind.__dataclass_fields__:
                 _add(group, name, item, hints[name])
     return parser
-
-
-DESCRIPTIONS = {
-    "pretrain": "Train a model from the start, or continue a run at any parallel layout.",
-    "finetune": "Train on from the weights of any checkpoint that megaconv reads.",
-}
 
 
 def _add(group: argparse._ArgumentGroup, name: str, item: Field[Any], hint: Any) -> None:

@@ -5,8 +5,8 @@ The architecture is in megaconv.model.config.ModelConfig, the layout in megatron
 
 from dataclasses import dataclass
 
-from megaconv.planning.run import KEEP_ALL
-from megaconv.planning.run import Recompute as Recompute
+from megaconv.planning.recomputation import KEEP_ALL
+from megaconv.planning.recomputation import Recompute as Recompute
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.layout import Layout
-from megaconv.planning.run import KEEP_ALL
+from megaconv.planning.recomputation import KEEP_ALL
 from megatron_lite.settings.options import Balancing, ModelOptions
 
 

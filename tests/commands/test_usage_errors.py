@@ -456,6 +456,7 @@ def test_a_misspelt_loader_or_saver_gets_the_nearest_name(
 def test_all_commands_of_the_trainer_alone_are_known_as_such() -> None:
     from megaconv.commands.cli import COMMANDS
     from megaconv.commands.wrong_usage import TRAINER_COMMANDS
-    from megatron_lite.commands.command_line import DESCRIPTIONS, OTHERS
+    from megatron_lite.commands.catalog import OTHERS
+    from megatron_lite.settings.training_commands import DESCRIPTIONS
 
     assert {*DESCRIPTIONS, *OTHERS} - {*COMMANDS} == TRAINER_COMMANDS

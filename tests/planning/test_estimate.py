@@ -17,7 +17,8 @@ from megaconv.planning.gpus import GPUS
 from megaconv.planning.in_flight import peaks
 from megaconv.planning.layer_costs import Machine
 from megaconv.planning.pipeline_order import order
-from megaconv.planning.run import Recompute, Run
+from megaconv.planning.recomputation import Recompute
+from megaconv.planning.run import Run
 from tests.planning.models import DEEPSEEK, LLAMA, MODELS, run_of
 
 H100 = Machine(GPUS["h100"])

@@ -12,7 +12,8 @@ from megaconv.model.layout import Layout
 from megaconv.planning.estimate import Estimate, Estimator
 from megaconv.planning.gpus import GIB, GPUS
 from megaconv.planning.layer_costs import Machine
-from megaconv.planning.run import Recompute, Run
+from megaconv.planning.recomputation import Recompute
+from megaconv.planning.run import Run
 from megaconv.planning.search import Wanted, best_of_each, candidates, search
 from megaconv.planning.splits import even_stages, head_layers
 from tests.planning.models import DEEPSEEK, LLAMA

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from formats.wording import are, counted
+from formats.wording import are, counted, listing
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import GroupedCommand, print_json
 from megaconv.commands.cli.parameters import command
@@ -190,7 +190,6 @@ def _say_notices(report: Any) -> None:
 
 def _print_from_base(report: Any) -> None:
     """One line about everything that --base gave. `--json` lists all names."""
-    from megaconv.model.check import listing
 
     names = report.plan.from_base
     if not names:

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.commands.cli import options as opt
 from megaconv.commands.cli.app import print_json
 from megaconv.commands.cli.parameters import command
 from megaconv.commands.endings import say
 from megaconv.local_paths import local_path
-from megaconv.model.check import listing
 from megaconv.options import LoadOptions, SealOptions
 from megaconv.terminal import show
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from formats.rows import Rows
 from formats.tensor import LazyTensor, Shape
+from formats.wording import listing
 from megaconv.errors import CorruptCheckpoint, TensorMismatch
 from megaconv.families.parts.hf_config import load_config, naming_file
 from megaconv.families.parts.keys import CONFIG_NAME, Raw, need_size
 from megaconv.families.parts.language_model import DEFAULTS, inner_config
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 
 KIND = "mllama_text_model"
 """model_type of the language model, by itself or as text_config."""

@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from formats.tensor import LazyTensor, Shape
+from formats.wording import listing
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UnsupportedInput
 from megaconv.families.parts.hf_config import QUANTIZATION, as_file
 from megaconv.families.parts.language_model import INSIDE, TEXT, THINKER, inner_names, place_inside
 from megaconv.families.parts.towers import IN_FILES, TOWERS
 from megaconv.model.beside import BESIDE, TOWER, Beside, Whole
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.naming import HF_STACKED_TRANSPOSED
 from megaconv.model.table import Row

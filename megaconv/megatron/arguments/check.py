@@ -5,12 +5,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from formats.wording import listing
 from megaconv.errors import UnknownFamily
 from megaconv.megatron.arguments.encoder import sees_both_ways
 from megaconv.megatron.arguments.harmless import HARMLESS
 from megaconv.megatron.arguments.known import LIMITED, READ, REFUSED, Limit
 from megaconv.megatron.arguments.swift import OF_RUN, is_of_swift
-from megaconv.model.check import listing
 
 _log = logging.getLogger("megaconv")
 

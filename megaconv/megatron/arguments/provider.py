@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from formats.wording import listing
 from megaconv.errors import CorruptCheckpoint, UnknownFamily
 from megaconv.megatron.arguments.provider_layers import (
     SPECS,
@@ -25,7 +26,6 @@ from megaconv.megatron.arguments.provider_layers import (
     window_fields,
 )
 from megaconv.megatron.arguments.rope import LLAMA3_SCALING
-from megaconv.model.check import listing
 
 RENAMED = {
     "seq_length": "max_position_embeddings",

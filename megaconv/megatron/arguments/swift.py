@@ -11,10 +11,13 @@ arguments: those of the data, the template, the tuner and the trainer. Source: s
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaconv.errors import UsageError
 from megaconv.families.parts.keys import CONFIG_NAME
-from megaconv.options import LoadOptions
+
+if TYPE_CHECKING:
+    from megaconv.options import LoadOptions
 
 _OF_RUN = """
     _teacher_use_disable_adapter _val_dataset_exists adapters add_non_thinking_prefix add_version advantage_estimator agent_template
@@ -75,7 +78,9 @@ def is_of_swift(args: Namespace) -> bool:
     return isinstance(vars(args).get("swift_version"), str)
 
 
-def with_config_beside(version: Path, args: Namespace | None, options: LoadOptions) -> LoadOptions:
+def with_config_beside(
+    version: Path, args: Namespace | None, options: "LoadOptions"
+) -> "LoadOptions":
     """The options with the config.json that ms-swift exported beside the checkpoint, if the args name no sizes.
 
     version: the directory iter_*. Raises UsageError if there is no configuration.

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from formats.tensor import Shape
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.errors import TensorMismatch, UsageError
 from megaconv.families.parts.language_model import TEXT
 from megaconv.families.parts.whole_model import named, pairs, whole_in_megatron
 from megaconv.model.beside import Whole
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 from megaconv.model.naming import Naming
 
 HF_NAMES = "megaconv_hf_names"

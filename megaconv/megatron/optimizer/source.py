@@ -9,6 +9,7 @@ from typing import Any
 
 from formats import rank_files, torch_zip
 from formats.tensor import LazyTensor, Shape, number
+from formats.wording import listing
 from megaconv.errors import NotExpressible, TensorMismatch
 from megaconv.megatron.arguments.param_groups import (
     WITHOUT,
@@ -23,7 +24,7 @@ from megaconv.megatron.optimizer.structure import kind_of, step_of
 from megaconv.megatron.states.names import BUFFERS, is_of_retrieval
 from megaconv.megatron.states.ranks import RankId, Ranks
 from megaconv.model.assembled import Assembled, Placed, assemble
-from megaconv.model.check import listing, well_formed
+from megaconv.model.check import well_formed
 from megaconv.model.ir import Key, is_trained
 from megaconv.model.training import MASTER, SLOTS, OptimizerState, ParamGroup
 

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megaconv.adapters.named_tensors import name_in_class
 from megaconv.errors import UsageError
 from megaconv.families import family
+from megaconv.huggingface.stored_names import name_in_class
 from megaconv.model.config import ModelConfig
 from megaconv.model.naming import HF_STACKED
 from megaconv.model.natives import NativeTensor, unsharded_tensors
