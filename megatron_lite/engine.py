@@ -113,7 +113,7 @@ class Engine(RankComputation):
             bucket_elements=optimizer.bucket_elements,
             distributed=optimizer.distributed,
             overlap=optimizer.overlap_grad_reduce,
-            sent_as=torch.bfloat16 if optimizer.bf16_reduce else torch.float32,
+            optimizer=optimizer,
             dealer=make_dealer(optimizer),
             shards_gradients=optimizer.shards_gradients and comm.size(grid.group("replicas")) > 1,
             shards_parameters=self.shards_parameters,

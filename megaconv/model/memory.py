@@ -57,12 +57,14 @@ def shares_per_parameter(
     *,
     states: int = MOMENTS,
     narrower: int = 0,
+    narrower_gradient: int = 0,
     keeps_sharded_weights: bool = True,
 ) -> Shares:
     """Return the bytes of one parameter on one rank.
 
     data_parallel: number of ranks that hold the same parameters and share them evenly. sharding: one of SHARDING.
-    states: number of state tensors. narrower: bytes by which they are smaller than float32 ones.
+    states: number of state tensors. narrower: bytes by which they are smaller than float32 ones. narrower_gradient: bytes
+    by which the gradient is smaller.
     keeps_sharded_weights: whether sharded weights stay beside float32 masters.
     Raises UsageError for a dtype that training doesn't support.
     """
@@ -71,6 +73,7 @@ def shares_per_parameter(
             f"{dtype}: nothing is trained in it; choose one of {', '.join(BYTES_PER_PARAMETER)}"
         )
     kept, level = BYTES_PER_PARAMETER[dtype], SHARDING.index(sharding)
+    gradient = kept.gradient - narrower_gradient
     state = kept.state - (MOMENTS - states) * FLOAT32 - narrower
     shards_weight = level > SHARDING.index("optim_grads")
     # A float32 weight is its own master.
@@ -78,7 +81,7 @@ def shares_per_parameter(
     keeps_weight = keeps_sharded_weights or not (shards_weight and has_master)
     return Shares(
         weight=kept.weight / (data_parallel if shards_weight else 1) if keeps_weight else 0,
-        gradient=kept.gradient / (data_parallel if level > SHARDING.index("optim") else 1),
+        gradient=gradient / (data_parallel if level > SHARDING.index("optim") else 1),
         state=state / (data_parallel if level > SHARDING.index("no_shard") else 1),
     )
 

@@ -197,10 +197,11 @@ def _mention(run: Run, start: Start | None, tokenizer: Tokenizer) -> None:
     if start is None and settings.checkpointing.load is not None:
         run.say(f"no checkpoint in {settings.checkpointing.load} yet: starting from random weights")
     optimizer = settings.optimizer
-    narrows = {optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype} != {"fp32"}
+    kept_in = {optimizer.main_grads_dtype, optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype}
+    narrows = kept_in != {"fp32"}
     if optimizer.use_precision_aware_optimizer and not narrows:
         run.say(
-            "note: --use-precision-aware-optimizer alone changes nothing; add --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16"
+            "note: --use-precision-aware-optimizer alone changes nothing; add --main-grads-dtype, --exp-avg-dtype or --exp-avg-sq-dtype"
         )
 
 

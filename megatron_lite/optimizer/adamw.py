@@ -34,9 +34,10 @@ class AdamW(Algorithm):
         def update(wide: Sequence["FlatRange"]) -> Update:
             return TorchUpdate(make, wide, self.state, counts_steps=True)
 
-        if all(options.state_dtype(name) == "float32" for name in self.state):
-            return update(ranges)
-        return NarrowUpdate(update, ranges, self.state)
+        kept_in = {options.state_dtype(name) for name in self.state} | {options.main_grads_dtype}
+        return (
+            update(ranges) if kept_in == {"float32"} else NarrowUpdate(update, ranges, self.state)
+        )
 
 
 ADAMW = AdamW()

@@ -1,4 +1,4 @@
-"""Parameters and their fp32 gradients in flat buckets, which data-parallel ranks reduce during the backward pass.
+"""Parameters and their gradients in flat buckets, which data-parallel ranks reduce during the backward pass.
 
 A bucket holds parameters in the order in which a forward pass uses them, layer by layer. Parameters of experts have
 separate buckets, because other ranks share them. Matrices that have to stay whole (Muon's) also have separate buckets,
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """One bucket. data: parameters of one dtype; gradients: float32; both [size], including padding."""
+    """One bucket. data: parameters of one dtype; gradients: float32 or bf16; both [size], including padding."""
 
     parts: Parts
     data: Tensor
@@ -67,7 +67,7 @@ class Bucket:
     launched: bool = False
     reducing: comm.Call | comm.Works | None = None
     sent: Tensor | None = None
-    """The gradients in the dtype in which they are sent; None if that dtype is float32."""
+    """The gradients in the dtype in which they are sent; None if they have that dtype already."""
     gathering: comm.Call | comm.Works | None = None
     written: set[str] = field(default_factory=set)
     """Parameters whose gradients belong to this step. The bucket's other gradients are from an older step."""
@@ -133,7 +133,7 @@ class Bucket:
         return total.view(member.info.native.shape), holds
 
     def _sums(self) -> Tensor:
-        """Return the memory to which backward passes add gradients: float32 [size]."""
+        """Return the memory to which backward passes add gradients: [size], in the dtype of the gradients."""
         return self.gradients
 
     def launch(self) -> None:

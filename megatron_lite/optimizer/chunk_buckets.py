@@ -19,6 +19,7 @@ from megatron_lite.parallel import comm
 from megatron_lite.parallel.parameters import ParameterInfo, replace_parameter
 from megatron_lite.products.accumulating import GradientSum, gradient_sum_of, set_gradient_sum
 from megatron_lite.products.compiled import offer_to_compiled_code
+from megatron_lite.settings.options import OptimizerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class BucketOptions:
     distributed: bool
     overlap: bool
     """Start to reduce gradients during the backward pass."""
-    sent_as: torch.dtype = torch.float32
+    optimizer: OptimizerOptions
+    """Decides the dtypes of gradients."""
     dealer: Dealer
     """Assigns to ranks the parameters that it deals as a whole. All other parameters are divided."""
     shards_gradients: bool = False
@@ -50,6 +52,18 @@ class BucketOptions:
 
     def group(self, filling: Filling) -> comm.Group:
         return self.groups(filling.axis)
+
+    def gradients_in(self, filling: Filling) -> torch.dtype:
+        """Return the dtype in which a bucket's gradients are summed."""
+        name = self.optimizer.gradient_dtype(in_float32=filling.in_float32)
+        found: torch.dtype = getattr(torch, name)
+        return found
+
+    def sent_as(self, filling: Filling) -> torch.dtype:
+        """Return the dtype in which ranks send a bucket's gradients."""
+        name = self.optimizer.sent_dtype(in_float32=filling.in_float32)
+        found: torch.dtype = getattr(torch, name)
+        return found
 
     def dtype_of(self, filling: Filling) -> torch.dtype:
         return torch.float32 if filling.in_float32 else self.dtype
@@ -278,12 +292,11 @@ def _make(filling: Filling, options: BucketOptions) -> Bucket:
     device, dtype = options.device, options.dtype_of(filling)
     in_part = options.shards_gradients or options.shards_parameters
     elements = parts.own_size if in_part else parts.size
-    gradients = torch.zeros(elements, dtype=torch.float32, device=device)
+    gradients = torch.zeros(elements, dtype=options.gradients_in(filling), device=device)
+    sent_as = options.sent_as(filling)
     if options.shards_parameters:
         on_demand = OnDemand.zeros(parts, dtype, torch.float32, device)
-        return ParameterShards(
-            parts, on_demand.whole, gradients, options.sent_as, on_demand=on_demand
-        )
+        return ParameterShards(parts, on_demand.whole, gradients, sent_as, on_demand=on_demand)
     data = torch.zeros(parts.size, dtype=dtype, device=device)
     kind = GradientShards if options.shards_gradients else Bucket
-    return kind(parts, data, gradients, options.sent_as)
+    return kind(parts, data, gradients, sent_as)

@@ -19,7 +19,9 @@ def sum_shares(ranges: Iterable[FlatRange], grid: Grid) -> None:
     Ranks that hold the same parameter own the same ranges of it, so each rank sums its own ranges.
     """
     items = list(ranges)
-    _sum_together([item.gradient for item in items if item.info.partial], grid.group("tp"))
+    partial = [item.gradient for item in items if item.info.partial]
+    for dtype in (torch.float32, torch.bfloat16):
+        _sum_together([each for each in partial if each.dtype == dtype], grid.group("tp"))
     for item in items:
         if item.info.tied:
             comm.all_reduce(item.gradient, grid.group(item.info.tied))
@@ -52,14 +54,16 @@ def squares(ranges: Iterable[FlatRange], grid: Grid, *, distributed: bool) -> Te
 def _of_cpu(gradients: Iterable[Tensor]) -> Tensor:
     """Return the sum of squares by one product for each block."""
     dots = (
-        torch.dot(part, part) for gradient in gradients for part in torch.split(gradient, BLOCK)
+        torch.dot(part, part)
+        for gradient in gradients
+        for part in map(Tensor.float, torch.split(gradient, BLOCK))
     )
     return torch.stack(list(dots)).double().sum()
 
 
 def _of_gpu(gradients: list[Tensor]) -> Tensor:
     """Return the sum of squares by a few launches for all gradients. The kernel adds in a fixed order."""
-    norms = torch._foreach_norm(gradients)
+    norms = torch._foreach_norm(gradients, 2, torch.float32)
     return torch.stack(list(norms)).double().square().sum()
 
 

@@ -1,7 +1,6 @@
 """Updates ranges whose state is kept in fewer than 32 bits: block by block, in float32."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,9 @@ from megatron_lite.optimizer.algorithm import Rates, Update
 from megatron_lite.optimizer.ranges import FlatRange
 
 BLOCK = 1 << 24
-"""Elements whose state exists in float32 at a time."""
+"""Elements whose state and gradients exist in float32 at a time."""
+GRADIENT = "gradient"
+"""The name of the memory of gradients, beside the names of state."""
 
 
 class _Piece(NamedTuple):
@@ -22,18 +23,33 @@ class _Piece(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some pieces with their state in float32."""
+class _Widened(NamedTuple):
+    """Tensors of few bits, and memory in float32 for the same values, which all blocks share."""
 
-    update: Update
     narrow: list[Tensor]
     wide: list[Tensor]
-    """The same state in float32, in memory that all blocks share."""
+
+    def widen(self) -> None:
+        """Copy the values to float32."""
+        if self.narrow:
+            torch._foreach_copy_(self.wide, self.narrow)
+
+    def round(self) -> None:
+        """Round the float32 values."""
+        if self.narrow:
+            torch._foreach_copy_(self.narrow, self.wide)
+
+
+class _Block(NamedTuple):
+    """Some pieces with their state and their gradients in float32."""
+
+    update: Update
+    state: _Widened
+    gradients: _Widened
 
 
 class NarrowUpdate:
-    """Widens the state of each block, updates the block, and rounds the state again."""
+    """Widens the state and the gradients of each block, updates the block, and rounds the state again."""
 
     def __init__(
         self,
@@ -41,8 +57,10 @@ class NarrowUpdate:
         ranges: Sequence[FlatRange],
         state: Sequence[str],
     ) -> None:
-        """make: returns the update of ranges with a float32 state. state: names of its tensors."""
+        """make: returns the update of ranges with a float32 state and float32 gradients. state: names of its tensors."""
         narrow = [name for name in state if ranges[0].tensors[name].dtype != torch.float32]
+        if any(item.gradient.dtype != torch.float32 for item in ranges):
+            narrow.append(GRADIENT)
         most = min(BLOCK, sum(item.elements for item in ranges))
         device = ranges[0].master.device
         memory = {name: torch.empty(most, device=device) for name in narrow}
@@ -51,9 +69,10 @@ class NarrowUpdate:
     def step(self, rates: Rates, factor: float) -> None:
         """Update the masters."""
         for block in self._blocks:
-            torch._foreach_copy_(block.wide, block.narrow)
+            block.state.widen()
+            block.gradients.widen()
             block.update.step(rates, factor)
-            torch._foreach_copy_(block.narrow, block.wide)
+            block.state.round()
 
     def continue_after(self, steps: int) -> None:
         """Set the numbers of steps."""
@@ -84,20 +103,29 @@ def _block(
     memory: dict[str, Tensor],
     make: Callable[[Sequence[FlatRange]], Update],
 ) -> _Block:
-    """memory: for the float32 state, by name."""
+    """memory: for the float32 state and gradients, by name."""
     parts: list[FlatRange] = []
-    narrow: list[Tensor] = []
-    wide: list[Tensor] = []
+    state, gradients = _Widened([], []), _Widened([], [])
     start = 0
     for item, first, last in pieces:
         tensors = {name: tensor[first:last] for name, tensor in item.tensors.items()}
+        gradient = item.gradient[first:last]
         end = start + last - first
         for name, whole in memory.items():
-            narrow.append(tensors[name])
-            wide.append(whole[start:end])
-            tensors[name] = whole[start:end]
-        gradient = item.gradient[first:last]
+            if name == GRADIENT:
+                gradient = _float32(gradient, whole[start:end], gradients)
+            else:
+                tensors[name] = _float32(tensors[name], whole[start:end], state)
         own = item.start + first, item.start + last
         parts.append(FlatRange(item.info, *own, tensors, gradient))
         start = end
-    return _Block(make(parts), narrow, wide)
+    return _Block(make(parts), state, gradients)
+
+
+def _float32(tensor: Tensor, memory: Tensor, widened: _Widened) -> Tensor:
+    """Return the float32 tensor that an update uses: the memory, if the tensor has fewer bits."""
+    if tensor.dtype == torch.float32:
+        return tensor
+    widened.narrow.append(tensor)
+    widened.wide.append(memory)
+    return memory

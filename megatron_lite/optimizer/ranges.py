@@ -24,7 +24,7 @@ class FlatRange:
     These are the live tensors: copy into them to load.
     """
     gradient: Tensor
-    """float32 [end - start]; the live gradient."""
+    """[end - start] in float32 or bf16; the live gradient."""
 
     @property
     def master(self) -> Tensor:

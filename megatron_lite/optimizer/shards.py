@@ -2,7 +2,7 @@
 
 The parts are those of the distributed optimizer. So checkpoints are the same, and each rank updates the same elements.
 
-Gradients: each backward pass adds up the whole bucket in float32 in scratch memory, which exists only until ranks have
+Gradients: each backward pass adds up the whole bucket in scratch memory, which exists only until ranks have
 summed it. Each rank adds its part of the sum to its own gradients.
 
 Parameters: the whole bucket has memory only around its use (fetching.py). All parameters are views of one storage, which
@@ -21,10 +21,10 @@ from megatron_lite.parallel import comm
 
 @dataclass(eq=False)
 class GradientShards(Bucket):
-    """A bucket with the gradients of this rank's part only: float32 [own size]."""
+    """A bucket with the gradients of this rank's part only: [own size]."""
 
     scratch: Tensor | None = None
-    """The gradients of the current backward pass, float32 [size]; None between passes."""
+    """The gradients of the current backward pass, [size] in their dtype; None between passes."""
     summed: bool = False
     """True if `gradients` holds sums of this step."""
 
@@ -41,7 +41,7 @@ class GradientShards(Bucket):
         super().begin()
 
     def _sums(self) -> Tensor:
-        """Return this pass's gradients: float32 [size]."""
+        """Return this pass's gradients: [size] in their dtype."""
         if self.scratch is None:
             self.scratch = self.gradients.new_empty(self.elements)
         return self.scratch

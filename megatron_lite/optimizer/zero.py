@@ -4,7 +4,7 @@ Shards may begin and end inside a parameter. Muon's matrices are exceptions: eac
 
 Bytes per parameter with d data-parallel ranks, for AdamW:
 
-- 16-bit: 2 (parameter) + 4 (gradient) + 12 (master, two moments); a distributed optimizer keeps 12/d of the last.
+- 16-bit: 2 (parameter) + 4 (gradient; 2 if summed in bf16) + 12 (master, two moments); a distributed optimizer keeps 12/d of the last.
 - fp32: 4 + 4 + 8; the parameter is its own master. The same holds for an fp32 parameter of a 16-bit model.
 - Sharded gradients: 4/d. Sharded parameters: none, as the master is all that stays in memory (shards.py).
 """

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
+from formats.tensor import ITEMSIZE
 from megaconv.model.layout import Chunk
 from megaconv.planning.collectives import FLOAT32, Counted, Traffic, sizes, summed
 from megaconv.planning.traffic import of_passes, of_step
@@ -33,15 +34,17 @@ def of_gradients(described: Described, index: int, chunk: Chunk) -> Iterator[Cou
     for filling, reduced, gathered in bucket_times(described, index, chunk):
         axis, used = filling.axis, filling.elements
         size = used if filling.whole else padded(used, ranks[axis])
+        sent = ITEMSIZE[optimizer.sent_dtype(in_float32=filling.in_float32)]
         if optimizer.distributed:
             itemsize = FLOAT32 if filling.in_float32 else run.itemsize
-            yield axis, "reduce_scatter", size * FLOAT32 * reduced
+            yield axis, "reduce_scatter", size * sent * reduced
             yield axis, "all_gather", size * itemsize * gathered
         else:
-            yield axis, "all_reduce", size * FLOAT32
+            yield axis, "all_reduce", size * sent
     for info in trained:
         own = prod(info.native.shape) / (ranks[info.reduced_over] if optimizer.distributed else 1)
+        itemsize = ITEMSIZE[optimizer.gradient_dtype(in_float32=info.in_float32)]
         if info.partial:
-            yield "tp", "all_reduce", own * FLOAT32
+            yield "tp", "all_reduce", own * itemsize
         if info.tied:
-            yield info.tied, "all_reduce", own * FLOAT32
+            yield info.tied, "all_reduce", own * itemsize

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from formats.tensor import ITEMSIZE
 from megaconv.model.memory import FLOAT32, shares_per_parameter
 from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations
@@ -208,7 +209,7 @@ def _buckets_of_whole(run: Described, pp_rank: int, dealer: Dealer) -> Iterator[
 
 
 def _bytes_each(run: Described, held: Held) -> float:
-    # This trainer's gradients are float32 in fp16 too, so fp16 needs the bytes that Megatron needs for bf16.
+    # Without --main-grads-dtype, this trainer's gradients are float32 in fp16 too, so fp16 needs the bytes that Megatron needs for bf16.
     dtype = "float32" if run.options.dtype == "float32" else "bfloat16"
     sharding = run.optimizer.sharding if run.run.replicas > 1 else "no_shard"
     shares = shares_per_parameter(
@@ -217,6 +218,7 @@ def _bytes_each(run: Described, held: Held) -> float:
         sharding,
         states=len(held.optimizer.state),
         narrower=FLOAT32 * len(held.optimizer.state) - state_bytes(held.optimizer, run.optimizer),
+        narrower_gradient=FLOAT32 - ITEMSIZE[run.optimizer.main_grads_dtype],
         keeps_sharded_weights=False,
     )
     return sum(shares)

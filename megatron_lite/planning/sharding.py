@@ -9,6 +9,7 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
+from formats.tensor import ITEMSIZE
 from megaconv.model.layout import Chunk
 from megatron_lite.optimizer.algorithms import make_dealer
 from megatron_lite.optimizer.fetching import Fetching
@@ -16,7 +17,6 @@ from megatron_lite.optimizer.filling import Filling, fill, unit_of
 from megatron_lite.parallel.parameters import ParameterInfo
 from megatron_lite.planning.stages import Described
 
-FLOAT32 = 4
 EMBEDDING, HEAD = "embedding", "output_layer"
 FURTHER = "mtp."
 """The beginning of the names of layers that predict further tokens."""
@@ -155,7 +155,7 @@ def _module(info: ParameterInfo) -> str:
 def passing_bytes(run: Described, pp_rank: int) -> int:
     """Return the bytes of gradients and parameters that exist for a time during a step, on a rank of this stage.
 
-    Gradients: two buckets in float32. Parameters: those of a unit and of the next one, and of a tied embedding.
+    Gradients: two buckets in the dtype of their sums. Parameters: those of a unit and of the next one, and of a tied embedding.
     """
     optimizer = run.optimizer
     if run.run.replicas == 1 or not optimizer.shards_gradients:
@@ -164,7 +164,7 @@ def passing_bytes(run: Described, pp_rank: int) -> int:
     for index, chunk in enumerate(run.run.chunks(pp_rank)):
         infos = run.parameters(index, chunk)
         trained = _largest_pair(_fillings(run, run.trained(index, chunk)))
-        found = FLOAT32 * trained
+        found = ITEMSIZE[optimizer.main_grads_dtype] * trained
         if optimizer.shards_parameters:
             frozen = _largest_pair(_frozen_fillings(run, index, chunk))
             held = sum(prod(info.native.shape) for info in _held(run, infos, chunk))

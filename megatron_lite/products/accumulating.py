@@ -1,4 +1,4 @@
-"""Products that are added to a float32 sum: gradients of weights in a 16-bit model.
+"""Products that are added to a sum: gradients of weights in a 16-bit model. The sum is float32, or bf16 as the weights.
 
 On a GPU, cuBLAS multiplies 16-bit matrices and adds the products to a float32 matrix in one kernel: through torch, or
 through apex if torch is older than 2.8. Elsewhere the product is rounded to the dtype of its operands before it is added.
@@ -91,7 +91,7 @@ def _add_by_apex(total: Tensor, left: Tensor, right: Tensor, *, replaces: bool) 
 
 
 class GradientSum:
-    """The float32 sum of a parameter's gradients in its bucket, to which products are added directly.
+    """The sum of a parameter's gradients in its bucket, to which products are added directly.
 
     Autograd then gets memory without content as the gradient, so that the parameter's hook is called as usual.
     """

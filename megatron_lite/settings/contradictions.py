@@ -34,8 +34,8 @@ def check_steps(training: Training) -> None:
 def check_flags(settings: Settings) -> None:
     """Raise UsageError for the first check that fails."""
     for judge in (
-        _counts, _optimizer, _moments, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8, _lengths,
-        _saving, _recompute, _offload, _dropouts, lambda given: _garbage(given.training), _profile,
+        _counts, _optimizer, _moments, _main_grads, _sharding, _scores, _context, lambda given: _balance(given.balance), _precision, _fp8,
+        _lengths, _saving, _recompute, _offload, _dropouts, lambda given: _garbage(given.training), _profile,
     ):  # fmt: skip
         for wrong, message in judge(settings):
             if wrong:
@@ -103,6 +103,20 @@ def _moments(settings: Settings) -> Judged:
             beta > LARGEST_BETA,
             f"{flag} with {beta_flag} {beta:g}: its 8 bits would round away each decay of the moment; give {beta_flag} 0.996 or less",
         )
+
+
+def _main_grads(settings: Settings) -> Judged:
+    """Checks of gradients that are summed in bf16."""
+    optimizer = settings.optimizer
+    if optimizer.main_grads_dtype == "fp32":
+        return
+    flag = f"--main-grads-dtype {optimizer.main_grads_dtype}"
+    yield (
+        not optimizer.use_precision_aware_optimizer,
+        f"{flag} requires --use-precision-aware-optimizer",
+    )
+    yield not OPTIMIZERS[optimizer.optimizer].narrow_moments, f"{flag} is for --optimizer adam"
+    yield not settings.precision.bf16, f"{flag} requires --bf16"
 
 
 def _sharding(settings: Settings) -> Judged:

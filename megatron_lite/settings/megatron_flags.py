@@ -110,10 +110,7 @@ REFUSED = {
     **_because("another signal than SIGTERM and SIGINT", "exit_signal"),
     **_because("another surplus of samples than 0.005", "mid_level_dataset_surplus"),
     **_because("yarn with other turns than 32 and 1", "beta_fast beta_slow"),
-    **_because(
-        "gradients or master weights in less than fp32",
-        "main_grads_dtype main_params_dtype",
-    ),
+    **_because("master weights in less than fp32", "main_params_dtype"),
     **_because(
         "norms of the sums of each sublayer, as in the original BERT,",
         "apply_residual_connection_post_layernorm",

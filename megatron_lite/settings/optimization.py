@@ -16,8 +16,11 @@ class Optimizer:
         choices=OPTIMIZERS,
     )  # fmt: skip
     use_precision_aware_optimizer: bool = flag(
-        False, "keep Adam's moments in the dtypes of --exp-avg-dtype and --exp-avg-sq-dtype"
-    )
+        False, "keep gradients and Adam's moments in the dtypes of --main-grads-dtype, --exp-avg-dtype and --exp-avg-sq-dtype"
+    )  # fmt: skip
+    main_grads_dtype: str = flag(
+        "fp32", "dtype in which gradients are summed over microbatches and ranks; bf16: only with --bf16", choices=("fp32", "bf16")
+    )  # fmt: skip
     exp_avg_dtype: str = flag("fp32", "dtype of Adam's first moment", choices=("fp32", "bf16"))
     exp_avg_sq_dtype: str = flag("fp32", "dtype of Adam's second moment", choices=("fp32", "bf16"))
     sgd_momentum: float = flag(0.9, "momentum of sgd")

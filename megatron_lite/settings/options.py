@@ -260,6 +260,16 @@ class OptimizerOptions:
     exp_avg_dtype: str = "float32"
     exp_avg_sq_dtype: str = "float32"
     """Dtypes in which Adam's moments are kept: `float32` or `bfloat16`. Updates are computed in float32."""
+    main_grads_dtype: str = "float32"
+    """The dtype in which gradients are summed over microbatches and ranks: `float32`, or `bfloat16` in a bf16 model."""
+
+    def gradient_dtype(self, *, in_float32: bool) -> str:
+        """Return the dtype of a parameter's sum of gradients. in_float32: whether the parameter is float32 in any model."""
+        return "float32" if in_float32 else self.main_grads_dtype
+
+    def sent_dtype(self, *, in_float32: bool) -> str:
+        """Return the dtype in which data-parallel ranks send a parameter's gradients."""
+        return "bfloat16" if self.bf16_reduce else self.gradient_dtype(in_float32=in_float32)
 
     def state_dtype(self, name: str) -> str:
         """Return the dtype of a state tensor. name: Adam's or SGD's."""

@@ -107,7 +107,7 @@ def _muon(optimizer: Optimizer) -> MuonOptions:
 
 
 STATE_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""Values of --exp-avg-dtype and --exp-avg-sq-dtype -> dtypes."""
+"""Values of --exp-avg-dtype, --exp-avg-sq-dtype and --main-grads-dtype -> dtypes."""
 
 
 def optimizer_options(settings: Settings) -> OptimizerOptions:
@@ -130,4 +130,5 @@ def optimizer_options(settings: Settings) -> OptimizerOptions:
         qk_clip=QkClip(optimizer.qk_clip_alpha, optimizer.qk_clip_threshold) if optimizer.qk_clip else None,
         log_scores=settings.logging.log_max_attention_logit,
         exp_avg_dtype=STATE_DTYPES[optimizer.exp_avg_dtype], exp_avg_sq_dtype=STATE_DTYPES[optimizer.exp_avg_sq_dtype],
+        main_grads_dtype=STATE_DTYPES[optimizer.main_grads_dtype],
     )  # fmt: skip

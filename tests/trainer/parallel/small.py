@@ -255,6 +255,8 @@ class Case:
     """The sharding stage if `distributed`: 2 shards gradients too, 3 also parameters."""
     moments: tuple[str, str] = ("float32", "float32")
     """The dtypes of Adam's two moments."""
+    main_grads: str = "float32"
+    """The dtype in which gradients are summed."""
     fuses: bool = True
     """Add gradients of matrices to their sums inside the products."""
 
@@ -349,6 +351,7 @@ def make_engine(
         fuses_accumulation=case.fuses,
         exp_avg_dtype=case.moments[0],
         exp_avg_sq_dtype=case.moments[1],
+        main_grads_dtype=case.main_grads,
         bucket_elements=bucket_elements,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,

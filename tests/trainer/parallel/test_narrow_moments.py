@@ -108,7 +108,7 @@ def test_a_run_goes_on_with_the_same_bits(form: str, tmp_path: Path) -> None:
 def test_a_line_says_that_the_flag_alone_changes_nothing(tmp_path: Path) -> None:
     words = f"pretrain {LLAMA} --bf16 --train-iters 2 --use-precision-aware-optimizer"
     log = train(tmp_path, 1, words).log(0)
-    assert f"note: {ALONE}; add --exp-avg-dtype bf16 and --exp-avg-sq-dtype bf16\n" in log
+    assert f"note: {ALONE}; add --main-grads-dtype, --exp-avg-dtype or --exp-avg-sq-dtype\n" in log
     assert "18.00 bytes each with gradients and optimizer" in log
 
 

@@ -218,6 +218,18 @@ def test_moments_in_bf16_take_four_bytes_less(
     assert narrow["state_bytes"] == narrow["parameters"] * 14
 
 
+def test_gradients_in_bf16_take_two_bytes_less(
+    llama_8b: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16"
+    sharded = f"{words} --world-size 4 --data-parallel-sharding-strategy optim_grads"
+    (narrow,), (part,) = (
+        planned(capsys, f"{llama_8b} {flags}")["stages"] for flags in (words, sharded)
+    )
+    assert narrow["state_bytes"] == narrow["parameters"] * 16
+    assert part["state_bytes"] == part["parameters"] * (2 + 2 / 4 + 12 / 4)
+
+
 def test_embedding_and_head_beside_adapters_have_gradients_and_state(
     llama_8b: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ STEPS = [
     Planned("qwen3", dp=2, distributed=True, zero=2),
     Planned("qwen3", tp=2, dp=2, sequence=True, distributed=True, zero=3, recompute=FULL),
     Planned("llama", dp=4, distributed=True, zero=3, dtype="bfloat16"),
+    Planned("gpt2", pp=2, dp=2, dtype="bfloat16", main_grads="bfloat16"),
+    Planned(
+        "qwen3",
+        tp=2,
+        dp=2,
+        sequence=True,
+        distributed=True,
+        zero=2,
+        dtype="bfloat16",
+        main_grads="bfloat16",
+    ),
     Planned("gpt2", pp=2, dp=2, distributed=True, zero=3),
     Planned("mixture", ep=2, dp=4, distributed=True, zero=3),
     Planned("further tokens", dp=2, distributed=True, zero=3),
@@ -176,7 +188,12 @@ KEPT = [
     Planned("gpt2", pp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, lora=WHOLE),
     Planned("gpt2", pp=2, dtype="float32", kind="sgd", wider=4, lora=ADAPTERS),
     Planned("further tokens", pp=2, dtype="bfloat16", wider=4, pairs=True),
-]
+    Planned("qwen3", dtype="bfloat16", wider=4, main_grads="bfloat16"),
+    Planned("llama", tp=2, dp=2, dtype="bfloat16", distributed=True, wider=4, main_grads="bfloat16"),
+    Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, zero=2, wider=4, main_grads="bfloat16"),
+    Planned("llama", dp=4, dtype="bfloat16", distributed=True, zero=3, wider=4, main_grads="bfloat16"),
+    Planned("llama", tp=2, dtype="bfloat16", wider=4, lora=WHOLE, main_grads="bfloat16"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("planned", KEPT, ids=str)
@@ -190,6 +207,18 @@ def test_memory_of_parameters_gradients_and_optimizer_is_that_of_a_run(
         most[pp_rank] = max(most[pp_rank], found)
         assert planned.kind == "muon" or found == pytest.approx(stages[pp_rank].kept, rel=0.05)
     assert most == pytest.approx([stage.kept for stage in stages], rel=0.05)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_gradients_that_are_sent_in_bf16_take_half_of_the_bytes(distributed: bool) -> None:
+    described = Planned("llama", dp=2, dtype="bfloat16", distributed=distributed).described()
+    narrow = replace(described, optimizer=replace(described.optimizer, bf16_reduce=True))
+    wide, sent = (
+        {each.kind: each.bytes for each in stage_traffic(run, 0) if each.group == "replicas"}
+        for run in (described, narrow)
+    )
+    kind = "reduce_scatter" if distributed else "all_reduce"
+    assert wide[kind] == 2 * sent[kind] > 0
 
 
 SHARDED = [{"distributed": False}, *({"distributed": True, "zero": zero} for zero in (1, 2, 3))]

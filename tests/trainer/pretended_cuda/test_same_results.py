@@ -98,6 +98,10 @@ FURTHER = {
     "delayed fp8": Option(Case("llama", options=(BF16, ("fp8", FP8(recipe="delayed"))))),
     "dropout": Option(Case("qwen3", recompute=FULL, options=DROPOUT)),
     "moments in bf16": Option(Case("llama", moments=("bfloat16", "bfloat16"), options=(BF16,))),
+    "gradients in bf16": Option(Case("llama", main_grads="bfloat16", options=(BF16,))),
+    "gradients of experts in bf16": Option(
+        Case("mixtral", main_grads="bfloat16", options=(BF16,)), OF_EXPERTS
+    ),
     "lora": Option(Case("llama", options=(("lora", LORA),))),
     "dora": Option(Case("qwen3", options=(("lora", DORA),))),
     "dora in bf16": Option(Case("gpt2", recompute=FULL, options=(BF16, ("lora", DORA)))),
