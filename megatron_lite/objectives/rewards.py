@@ -28,6 +28,8 @@ SMALLEST_STD = 1e-4
 """Added to a standard deviation before the division by it, as in TRL."""
 SAME_STD = 1e-8
 """Rewards with a smaller standard deviation are the same."""
+_ERRORS = (Exception, SystemExit)
+"""A user's code may raise any error. By SystemExit, the run would end with status 0."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Reward:
         try:
             returned = self.function(**self._accepted(offered))
             given = list(returned) if isinstance(returned, Iterable) else None
-        except Exception as error:  # a user's code may raise any error
+        except _ERRORS as error:
             raise TrainingError(f"--reward {self.word}: raised {_described(error)}") from error
         if given is None:
             raise TrainingError(
@@ -76,11 +78,11 @@ class Reward:
 def _is_finite(value: Any) -> bool:
     try:
         return math.isfinite(value)
-    except (TypeError, ValueError):
+    except Exception:  # a value of a user's class may raise any error
         return False
 
 
-def _described(error: Exception) -> str:
+def _described(error: BaseException) -> str:
     """Return an error in one line, with the place that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
@@ -125,7 +127,7 @@ def _module(file: str) -> ModuleType:
         sys.path.append(directory)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's code may raise any error
+    except _ERRORS as error:
         raise UsageError(f"--reward {file}: can't be loaded: {_described(error)}") from error
     return module
 

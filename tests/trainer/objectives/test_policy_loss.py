@@ -200,6 +200,9 @@ def test_the_loss_divides_logits_by_the_temperature_of_sampling() -> None:
         ("return [1.0]", "returned 1 rewards for 2 completions"),
         ("return [1.0, float('nan')]", "returned nan for completion 1; a reward has to be a finite number"),
         ("return [1.0, None]", "returned None for completion 1"),
+        ("return [1.0, 10**400]", "returned 1000000"),
+        ("import torch; return torch.ones(2, 3)", "returned tensor([1., 1., 1.]) for completion 0; a reward has"),
+        ("raise SystemExit(0)", "raised SystemExit at judged.py:2: 0"),
     ],
 )  # fmt: skip
 def test_a_reward_that_fails_is_named(body: str, message: str, tmp_path: Path) -> None:
@@ -223,6 +226,7 @@ def test_a_function_gets_the_arguments_that_it_takes() -> None:
         ("judged.py", "is no function of a file; give FILE.py:FUNCTION"),
         ("nothere.py:good", "there is no such file"),
         ("wrong.py:good", "can't be loaded: NameError at wrong.py:1"),
+        ("ends.py:good", "can't be loaded: SystemExit at ends.py:1"),
         ("empty.py:good", "has no function good"),
     ],
 )
@@ -230,6 +234,7 @@ def test_a_function_that_can_not_be_loaded_is_refused(
     word: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "wrong.py").write_text("unknown\n")
+    (tmp_path / "ends.py").write_text("raise SystemExit\n")
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         load_rewards(Grpo(reward=(f"{tmp_path}/{word}",)))
