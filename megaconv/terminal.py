@@ -55,6 +55,21 @@ def reason_of(error: OSError | UnicodeDecodeError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
+def open_closed_streams() -> None:
+    """Open the standard streams that are closed (`<&-` in a shell), on the null device.
+
+    Without this, the next opened file would get the number of a closed stream, and everything that a library prints.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+
+
 def hide_download_bars(*, quiet: bool = False) -> None:
     """Hide the progress bars of the Hub's client if stderr isn't a terminal, or if `quiet` is set.
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from formats.signals import ENDING, arrived
 from megaconv.commands.endings import errors_reported, say
 from megaconv.errors import CODES, Interrupted
-from megaconv.terminal import hide_download_bars, log_to_stderr
+from megaconv.terminal import hide_download_bars, log_to_stderr, open_closed_streams
 
 _AGAIN_SECONDS = 0.01
 _INTERRUPTED = CODES["interrupted"].exit_status
@@ -79,15 +79,7 @@ def _drop(stream: TextIO) -> None:
 
 def _prepare() -> None:
     arrived.clear()
-    for number in range(3):
-        try:
-            os.fstat(number)
-        # Closed: otherwise the next opened file would get this number, and everything that a library prints.
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)
-    for name in ("stdout", "stderr"):  # without a stderr, print() would use stdout instead
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    open_closed_streams()
     log_to_stderr("megaconv")
     hide_download_bars()
     for signum in (*ENDING, signal.SIGALRM):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
-from megaconv.terminal import hide_download_bars
+from megaconv.terminal import hide_download_bars, open_closed_streams
 from megatron_lite.commands.catalog import OTHERS, WITHOUT_TORCH
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
@@ -52,6 +52,7 @@ commands:
 
 def run(arguments: Sequence[str]) -> None:
     """Run a command and end the process with its exit status: 0 done, 1 failed, 2 wrong usage, 3 an input is corrupt."""
+    open_closed_streams()
     hide_download_bars()
     words = list(arguments)
     command = words[0] if words else "--help"

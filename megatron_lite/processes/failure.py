@@ -12,6 +12,7 @@ An error on one rank only (a file that only this rank can't read) is raised thro
 raise it.
 """
 
+import errno
 import json
 import os
 import signal
@@ -117,6 +118,9 @@ def report(error: BaseException, where: str, store: "Store | None") -> int:
             _print(
                 f"{where}: lost the connection to another rank, which {silent if 'imed out' in str(error) else gone}"
             )
+    elif _is_full_disk(error):
+        if speaks():
+            _print(f"{where}: {error}; make room where the output goes, or choose another place")
     elif speaks():
         traceback.print_exception(error)
         _print(f"{where}: {type(error).__name__}: {error}")
@@ -181,6 +185,10 @@ def _is_lost_connection(error: BaseException) -> bool:
     """
     words = ("by peer", "Broken pipe", "Connection refused", "NCCL", "gloo", "imed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _is_first_here() -> bool:

@@ -1,5 +1,6 @@
 """The ends of runs that fail, and of runs that are asked to end."""
 
+import errno
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.processes.failure import report
 from tests.trainer.loop.launches import LLAMA, launch, metrics, train
 
 COMMAND = f"pretrain {LLAMA} --train-iters 500"
@@ -162,6 +164,12 @@ def test_a_mistake_is_reported_once_by_rank_0_and_ends_all(
     assert len(said) == 1, running.logs()
     assert message in said[0]
     assert "Traceback" not in running.logs()
+
+
+def test_a_full_disk_is_an_error_of_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    assert report(OSError(errno.ENOSPC, "No space left on device"), "rank 0", None) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("megatron-lite: error: rank 0: [Errno 28] No space left on device; make")
 
 
 def test_a_reader_that_closes_the_output_ends_the_run_with_one_line(tmp_path: Path) -> None:

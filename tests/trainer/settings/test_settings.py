@@ -758,3 +758,10 @@ def test_output_that_can_not_be_written_is_an_error_of_one_line(
             cli.main(["recipes"])
     assert ended.value.code == 1
     assert capfd.readouterr().err == "megatron-lite: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+def test_a_command_needs_no_standard_streams(closed: str) -> None:
+    code = "import sys; from megatron_lite.cli import main\ntry: main(['recipes'])\nfinally: assert sys.stdin and sys.stdout and sys.stderr"
+    ended = subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code])
+    assert ended.returncode == 0
