@@ -21,7 +21,7 @@ from megaconv.megatron.arguments.sparse import (
 )
 from megaconv.megatron.arguments.swift import with_config_beside
 from megaconv.megatron.distributed.adapter_settings import OPTION as LORA_ALPHA
-from megaconv.megatron.distributed.adapter_source import is_adapter, open_adapter_source
+from megaconv.megatron.distributed.keys import is_adapter
 from megaconv.megatron.distributed.source import find_dist, open_dist, open_files
 from megaconv.megatron.distributed.verl_files import with_config_beside as with_verl_config
 from megaconv.megatron.rank_files import plain_norms
@@ -46,6 +46,9 @@ def open(path: Path, options: LoadOptions) -> OpenedSource:  # noqa: A001
     if distributed:
         files = open_files(path)
         if is_adapter(files.tensors):
+            # Every detection of a format imports this module, and few checkpoints are adapters.
+            from megaconv.megatron.distributed.adapter_source import open_adapter_source
+
             return open_adapter_source(files.version, files.tensors, options)
         options = with_verl_config(files.version, options)
         if options.config is not None:

@@ -156,7 +156,10 @@ def detect(place: Place) -> Loader:
 
 def _warn_of_second_model(found: Loader, place: Place) -> None:
     """Warn if a Hugging Face model lies in the directory of a Megatron run, which is read."""
-    if found.name in _RUNS and isinstance(place, Path) and loader("hf").detect(place):
+    if found.name not in _RUNS or not isinstance(place, Path):
+        return
+    # The import of the loader takes longer than the look for its file.
+    if (place / CONFIG_NAME).is_file() and loader("hf").detect(place):
         _log.warning(
             "%s: holds a Megatron run and a Hugging Face model, two models; the run is read. --loader hf reads the other one",
             place,

@@ -183,6 +183,18 @@ def test_importing_the_package_imports_nothing_else() -> None:
     assert found.stdout == "[]\n"
 
 
+def test_detecting_a_megatron_run_imports_no_other_loader_and_no_adapters() -> None:
+    unused = "{'loaders.hf', 'megaconv.values.quantized', 'megaconv.megatron.distributed.adapter_source'}"
+    run = FIXTURES / "dist-llama-tp2pp2"
+    program = "import sys; from megaconv.registry import detect; from pathlib import Path; "
+    program += f"detect(Path({str(run)!r})); print({unused} & set(sys.modules))"
+    root = str(Path(__file__).parents[2])
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert found.stdout == "set()\n"
+
+
 def test_detecting_a_format_imports_no_arithmetic_of_other_formats(hf: Path) -> None:
     """The modules that quantize and merge took a tenth of the time of a short command."""
     unused = "{'megaconv.values.quantizing', 'megaconv.adapters.merging'}"

@@ -25,10 +25,9 @@ from megaconv.megatron.distributed.adapter_fit import (
 )
 from megaconv.megatron.distributed.adapter_rows import rows_of_b, rows_of_lengths
 from megaconv.megatron.distributed.adapter_settings import CANONICAL, DORA, LORA
-from megaconv.megatron.distributed.adapter_source import ADAPTER
 from megaconv.megatron.distributed.bridge_files import CONTENT
 from megaconv.megatron.distributed.chunks import PlannedChunk, chunks_of
-from megaconv.megatron.distributed.keys import EXTRA_STATE, stack, stacks_layers
+from megaconv.megatron.distributed.keys import ADAPTER, EXTRA_STATE, stack, stacks_layers
 from megaconv.megatron.distributed.plan import place
 from megaconv.megatron.distributed.run_config import RUN_CONFIG
 from megaconv.megatron.rank_files.iteration import at_iteration, directory_iteration

@@ -40,26 +40,18 @@ from megaconv.megatron.distributed.adapter_rows import (
     rows_of_lengths,
 )
 from megaconv.megatron.distributed.adapter_settings import Settings, read_settings
-from megaconv.megatron.distributed.keys import EXTRA_STATE, model_tensors, unstack
+from megaconv.megatron.distributed.keys import ADAPTER, EXTRA_STATE, model_tensors, unstack
 from megaconv.model.ir import OpenedSource
 from megaconv.model.naming import CORE
 from megaconv.model.natives import NativeTensor
 from megaconv.options import LoadOptions
 
-ADAPTER = ".adapter."
-"""A part of the names of an adapter's tensors."""
 _TENSOR = re.compile(
     r"(.+)\.adapter\.(?:(?:adapter_(\w+)\.)?linear_(in|out)\.weight|weight_(magnitude))"
 )
 _EXPERTS = re.compile(r"(.*\.mlp\.experts\.)experts\.(?!\d)(.+)")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _GROUPED = "grouped."
-
-
-def is_adapter(tensors: Mapping[str, ChunkedTensor]) -> bool:
-    """True if a distributed checkpoint holds only an adapter, according to its names."""
-    names = list(model_tensors(tensors)[0])
-    return bool(names) and all(ADAPTER in name for name in names)
 
 
 def open_adapter_source(

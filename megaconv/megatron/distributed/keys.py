@@ -27,6 +27,8 @@ from megaconv.model.config import ModelConfig
 from megaconv.model.natives import NativeTensor
 
 EXTRA_STATE = "._extra_state"
+ADAPTER = ".adapter."
+"""A part of the names of an adapter's tensors (adapter_source.py)."""
 
 _LAYERS = r"((?:(?:query|context|shared)_model\.)?(?:decoder|encoder)\.layers\.|vision_model\.decoder\.(?:layers|deepstack_merger_list)\.)"
 """The prefix of names in a stack.
@@ -70,6 +72,12 @@ def model_tensors(
     prefix = next((found[1] for name in names if (found := _PREFIX.fullmatch(name))), "")
     outer = prefix.removesuffix(LANGUAGE_MODEL)
     return split_multimodal({name.removeprefix(outer): tensors[name] for name in names})
+
+
+def is_adapter(tensors: Mapping[str, ChunkedTensor]) -> bool:
+    """True if a distributed checkpoint holds only an adapter, according to its names."""
+    names = list(model_tensors(tensors)[0])
+    return bool(names) and all(ADAPTER in name for name in names)
 
 
 def has_optimizer(names: Collection[str]) -> bool:
