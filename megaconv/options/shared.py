@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from megaconv.local_paths import local_path
+from megaconv.best_iteration import local_checkpoint
 from megaconv.options.option import INPUT_AND_OUTPUT
 from megaconv.options.values import pairs
 
 CONFIG: dict[str, Any] = {
-    "read": local_path,
+    "read": local_checkpoint,
     "metavar": "PATH",
     "help": "Hugging Face directory, or Megatron run with hf/, for settings that the source lacks.",
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaconv.best_iteration import local_checkpoint
 from megaconv.local_paths import local_path
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.layout import LayerSplit
@@ -160,7 +161,7 @@ class SaveOptions:
         None,
         "--base",
         heading=INPUT_AND_OUTPUT,
-        read=local_path,
+        read=local_checkpoint,
         metavar="PATH",
         help="The original's Hugging Face directory: an hf output gets from it the tensors and files that the source doesn't hold.",
     )

@@ -26,20 +26,30 @@ from megatron_lite.objectives.image_encoder import ImageEncoder, deepest
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.config import Settings
 
+ENCODER_FLAG, TEACHER_FLAG = "--image-encoder", "--teacher-image-encoder"
+"""The flags that name encoders."""
+_MODELS = {ENCODER_FLAG: "the trained model", TEACHER_FLAG: "the teacher"}
+"""The model that reads the vectors of each flag's encoder."""
 PLACES = "places"
 """Name of an array, bool [..., sequence]: the tokens of images. Without it, all tokens of that kind are."""
 
 
 def with_encoder(
-    plain: Feeder, engine: Engine, reader: ImageReader | None, setup: Setup
+    plain: Feeder,
+    engine: Engine,
+    reader: ImageReader | None,
+    setup: Setup,
+    flag: str = ENCODER_FLAG,
 ) -> "Feeder | ImageFeeder":
     """Return a feeder of the same microbatches with their images. reader: None if the data has no images.
+
+    flag: names the encoder.
 
     Each rank that computes the first layers loads the encoder. Raises UsageError, TensorMismatch.
     """
     if reader is None:
         return plain
-    require_same_width(reader, engine.config)
+    require_same_width(reader, engine.config, flag)
     encoder = None
     if _reads_images(engine, deepest(reader.config)):
         encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
@@ -126,12 +136,14 @@ def multimodal_model(settings: Settings) -> Path | None:
     return multimodal_directory(settings.data.image_encoder, settings.checkpointing.load)
 
 
-def multimodal_directory(asked: str | None, load: str | None) -> Path | None:
-    """See multimodal_model. asked: --image-encoder."""
+def multimodal_directory(
+    asked: str | None, load: str | None, flag: str = ENCODER_FLAG
+) -> Path | None:
+    """See multimodal_model. asked: the value of the flag that names an encoder."""
     if asked is not None:
         if not has_text_only(Path(asked)):
             raise UsageError(
-                f"--image-encoder {asked}: is no multimodal model; expected a directory with its config.json and weights"
+                f"{flag} {asked}: is no multimodal model; expected a directory with its config.json and weights"
             )
         return Path(asked)
     return Path(load) if load is not None and has_text_only(Path(load)) else None
@@ -143,13 +155,13 @@ def image_reader(settings: Settings) -> ImageReader | None:
     return None if directory is None else ImageReader(directory)
 
 
-def require_same_width(reader: ImageReader, config: ModelConfig) -> None:
-    """Raise UsageError if the encoder's vectors don't fit the trained model."""
+def require_same_width(reader: ImageReader, config: ModelConfig, flag: str = ENCODER_FLAG) -> None:
+    """Raise UsageError if the encoder's vectors don't fit the model. flag: names the encoder."""
     width = reader.width
     if width is not None and width != config.hidden:
         raise UsageError(
-            f"--image-encoder {reader.directory}: its language model has a hidden size of {width}, and the trained model one of "
-            f"{config.hidden}; name the model that --load came from"
+            f"{flag} {reader.directory}: its language model has a hidden size of {width}, and {_MODELS[flag]} one of "
+            f"{config.hidden}; name the model that it came from"
         )
 
 

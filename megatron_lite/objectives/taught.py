@@ -19,7 +19,7 @@ from megatron_lite.models.purposes import refuse_taught
 from megatron_lite.models.teaching import combined
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_feeder import image_reader, with_encoder
+from megatron_lite.objectives.image_feeder import TEACHER_FLAG, image_reader, with_encoder
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.teacher import TaughtFeeder, load_teacher, teacher_reader
 from megatron_lite.objectives.training_data import Setup, TrainingData
@@ -59,13 +59,14 @@ class Taught(Objective):
         """See Objective.feeder. It loads the teacher, and both encoders if there are images."""
         plain = super().feeder(engine, start, data, setup)
         assert setup.teacher is not None
-        of_teacher = teacher_reader(setup.teacher, data.reader)
+        asked = setup.settings.distilling.teacher_image_encoder
+        of_teacher = teacher_reader(setup.teacher, data.reader, asked)
         teacher = load_teacher(engine, setup.teacher, setup)
         return TaughtFeeder(
             **vars(plain),
             teacher=teacher,
             learned=with_encoder(plain, engine, data.reader, setup),
-            taught=with_encoder(plain, teacher, of_teacher, setup),
+            taught=with_encoder(plain, teacher, of_teacher, setup, TEACHER_FLAG),
         )
 
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from formats.tensor import LazyTensor
 from formats.wording import counted
 from megaconv.errors import CheckpointError, LayoutError, NotExpressible, UsageError
-from megaconv.families import has_text_only
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
 from megaconv.planning.model_size import parameter_count
@@ -18,6 +16,7 @@ from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.feeder import Feeder
+from megatron_lite.objectives.image_feeder import TEACHER_FLAG, multimodal_directory
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.sizes import check_sizes
 from megatron_lite.settings.teacher import teacher_layout, teacher_options
@@ -61,24 +60,27 @@ def _check(student: Engine, teacher: Start, setup: Setup) -> None:
         raise LayoutError(f"--teacher-load {teacher.path}: {error}") from None
 
 
-def teacher_reader(teacher: Start, own: ImageReader | None) -> ImageReader | None:
+def teacher_reader(
+    teacher: Start, own: ImageReader | None, asked: str | None
+) -> ImageReader | None:
     """Return the teacher's reader of the images that the student reads; None if there are none.
 
-    Raises UsageError for a teacher that reads no images, or that reads other tokens in their places.
+    asked: --teacher-image-encoder. Raises UsageError for a teacher that reads no images, or that reads other tokens in their places.
     """
+    directory = multimodal_directory(asked, teacher.path, TEACHER_FLAG)
     if own is None:
         return None
-    directory = Path(teacher.path)
-    if not has_text_only(directory):
+    if directory is None:
         raise UsageError(
-            f"--teacher-load {directory}: is no multimodal model, and --finetune-data has images; expected a directory with the "
-            "config.json and the weights of one"
+            f"--teacher-load {teacher.path}: is no directory of a multimodal model, and --finetune-data has images; {TEACHER_FLAG} DIR "
+            "names the one that reads them"
         )
     reader = ImageReader(directory)
     try:
         own.followed_by(reader)
     except (UsageError, NotExpressible) as error:
-        raise UsageError(f"--teacher-load {error}") from None
+        named = "--teacher-load" if asked is None else TEACHER_FLAG
+        raise UsageError(f"{named} {error}") from None
     return reader
 
 

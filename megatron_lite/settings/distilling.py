@@ -15,6 +15,12 @@ class Distilling:
         remote=True,
         samples=True,
     )
+    teacher_image_encoder: str | None = flag(
+        None,
+        "multimodal model whose encoder reads the teacher's images: a directory of Hugging Face's files (default: --teacher-load, if it "
+        "is one)",
+        samples=True,
+    )
     distill_alpha: float = flag(
         1.0,
         "share of the divergence from the teacher in the loss; the rest is the cross entropy of the labels",

@@ -46,6 +46,25 @@ def test_the_best_iteration_is_read(tuned: Path, tmp_path: Path) -> None:
     assert megaconv_run("verify", tuned / "best").status == 0
 
 
+def test_a_configuration_may_be_that_of_the_best_iteration(tuned: Path, tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    assert megaconv_run("convert", tuned / "best", original, "--saver", "hf").status == 0
+    shutil.copytree(original, tuned / "hf", ignore=shutil.ignore_patterns("*.safetensors"))
+    out = tmp_path / "out"
+    words = ("convert", original, out, "--saver", "core", "--config")
+    assert megaconv_run(*words, tuned / "best").status == 0
+    shutil.rmtree(out)
+    (tuned / BEST).unlink()
+    assert_refused(megaconv_run(*words, tuned / "best"), 2, "there is no", BEST)
+
+
+def test_an_original_has_to_be_in_hugging_faces_files(tuned: Path, tmp_path: Path) -> None:
+    """The message names the iteration."""
+    words = ("convert", tuned / "best", tmp_path / "out", "--saver", "hf", "--base", tuned / "best")
+    place = f"--base {tuned}/{expected(tuned)}: has no config.json"
+    assert_refused(megaconv_run(*words), 2, place)
+
+
 def test_a_relative_path_may_look_like_a_name_on_the_hub(
     tuned: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

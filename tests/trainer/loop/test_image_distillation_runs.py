@@ -272,7 +272,7 @@ def as_it_is(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "change", "words"),
     [
-        (("qwen3_vl", "qwen3_vl"), of_texts, "--teacher-load taught/hf: is no multimodal model, and --finetune-data has images"),
+        (("qwen3_vl", "qwen3_vl"), of_texts, "--teacher-load taught/hf: is no directory of a multimodal model, and --finetune-data has"),
         (("qwen3_vl", "qwen3_vl"), with_fewer_tokens, "--teacher-load taught/hf: makes 6 tokens of an image of 56 x 40 pixels, and hf 35;"),
         (("qwen3_vl", "qwen3_vl"), with_another_token, "--teacher-load taught/hf: its token of images is "),
         (("exaone4_5", "qwen2_5_vl"), as_it_is, "--teacher-load taught/hf: its images have positions of frame, row and column"),
@@ -288,6 +288,68 @@ def test_a_teacher_that_reads_other_tokens_is_refused_in_one_line(
     assert running.wait() == [2]
     assert words in running.log(0)
     assert "Traceback" not in running.log(0)
+    assert not (tmp_path / "run").exists()
+
+
+def as_megatron_core(directory: Path) -> tuple[str, str]:
+    megaconv.convert(
+        directory / "taught/hf", directory / "taught/core", saver="core", tp=2, text_only=True
+    )
+    return "taught/core", "taught/hf"
+
+
+def as_best_of_a_run(directory: Path) -> tuple[str, str]:
+    chats = "--finetune-data data/chats.jsonl --valid-finetune-data data/chats.jsonl"
+    steps = "--train-iters 2 --fp32 --eval-interval 1 --keep-best --global-batch-size 2 --seq-length 448"
+    train(directory, 1, f"finetune --load taught/hf {chats} {steps} --lr 1e-3 --save tuned")
+    megaconv.convert(
+        directory / "tuned/best", directory / "whole", saver="hf", base=directory / "taught/hf", optimizer=False
+    )  # fmt: skip
+    return "tuned/best", "whole"
+
+
+@pytest.mark.parametrize("written", [as_megatron_core, as_best_of_a_run])
+def test_a_teacher_in_megatrons_files_has_the_encoder_of_a_directory(
+    written: Any, tmp_path: Path
+) -> None:
+    """It teaches as the same model in Hugging Face's files does."""
+    make("qwen3_vl", "qwen3_vl", tmp_path)
+    language_model, whole = written(tmp_path)
+    found = []
+    for number, words in enumerate(
+        (f"--teacher-load {whole}", f"--teacher-load {language_model} --teacher-image-encoder taught/hf")
+    ):  # fmt: skip
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        command = COMMAND.replace("--teacher-load taught/hf", words)
+        log = train(tmp_path, 1, command.replace("--save run", f"--save run{number}")).log(0)
+        found.append(figures(tmp_path, FIGURES))
+    assert "the encoder of taught/hf reads the images" in log
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("encoder", "words"),
+    [
+        ("data", "--teacher-image-encoder data: is no multimodal model"),
+        ("wide", "--teacher-image-encoder wide: its language model has a hidden size of 64, and the teacher one of 32"),
+    ],
+)  # fmt: skip
+def test_an_encoder_that_isnt_the_teachers_is_refused(
+    encoder: str, words: str, tmp_path: Path
+) -> None:
+    make("qwen3_vl", "qwen3_vl", tmp_path)
+    (tmp_path / "wide").symlink_to("taught/hf")
+    wide = tmp_path / "wide"
+    if encoder == "wide":
+        of_texts(tmp_path)
+        wide.unlink()
+        (tmp_path / "whole").rename(wide)
+        config = json.loads((wide / "config.json").read_text())
+        config["text_config"]["hidden_size"] = config["vision_config"]["out_hidden_size"] = 64
+        edit(wide / "config.json", **config)
+    running = launch(tmp_path, 1, f"{COMMAND} --teacher-image-encoder {encoder}")
+    assert running.wait() == [2]
+    assert words in running.log(0)
     assert not (tmp_path / "run").exists()
 
 
