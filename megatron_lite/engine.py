@@ -1,6 +1,6 @@
 """One rank's part of a model in training: its chunks, gradients and optimizer, and the training step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from math import isfinite, sqrt
@@ -21,6 +21,7 @@ from megatron_lite.optimizer.chunk_buckets import BucketOptions, ChunkBuckets
 from megatron_lite.optimizer.clip import clip_factor, squares, sum_shares
 from megatron_lite.optimizer.precision import LossScaler
 from megatron_lite.optimizer.qk_clip import RowFactors, ScoreWatch, StepScores
+from megatron_lite.optimizer.ranges import FlatRange
 from megatron_lite.optimizer.zero import Optimizer
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
@@ -278,6 +279,19 @@ class Engine(RankComputation):
         self.scaler.load_state(state["scaler"])
         if self.optimizer is not None:
             self.optimizer.load_state(state["optimizer"])
+
+    def resting_ranges(self) -> Iterator[FlatRange]:
+        """Yield the parameters that rest though all others are trained, each as a whole, with the state for a checkpoint.
+
+        The state is in main memory: masters equal the parameters, and all else is zero. Collective if parameters are sharded.
+        """
+        infos = list(chain.from_iterable(self.infos))
+        rests = self.options.lora is None and any(info.rests for info in infos)
+        if self.optimizer is None or not rests:
+            return
+        for info, (_, _, tensor) in zip(infos, self.parameters(), strict=True):
+            if info.rests:
+                yield self.optimizer.resting(info, self.lasting(tensor))
 
     def finish(self) -> None:
         """Wait for all communication. Call it before parameters are read (a save) and before exit."""

@@ -203,20 +203,46 @@ def _slots(engine: Engine, renamed: list[dict[str, Listed]]) -> dict[Name, dict[
         ranks = _sharing(grid, info) if optimizer.distributed else [grid.rank]
         writers = tuple(rank for rank in ranks if _writes(grid, rank, mixture=mixture))
         owned = own.get((info.chunk, info.name))
-        slots = list(optimizer.algorithm.of(info).state)
-        if engine.dtype_of(info) != torch.float32:  # an fp32 weight is its own master
-            slots.insert(0, MASTER)
         listed = renamed[info.chunk][info.name]
-        names = listed.name, *listed.unused
-        for name in names:
-            found[info.chunk, name] = {}
-        for slot in slots:
+        for slot in _slots_of(engine, info):
             parts = tuple(_part(share, ranks, grid.rank, slot, owned) for share in shares)
-            for name in names:
-                key = f"{info.chunk} {slot} {name}"
-                placeholder = Placeholder(key, info.native.shape, "float32")
-                found[info.chunk, name][slot] = SharedTensor(placeholder, parts, writers)
+            _add(found, info, listed, slot, parts, writers)
+    for owned in engine.resting_ranges():
+        if not _writes(grid, grid.rank, mixture=mixture):
+            continue
+        # Each rank that writes a file holds these parameters as a whole.
+        whole = Share(0, owned.start, owned.end)
+        listed = renamed[owned.chunk][owned.name]
+        for slot in _slots_of(engine, owned.info):
+            part = _part(whole, [grid.rank], grid.rank, slot, owned)
+            _add(found, owned.info, listed, slot, (part,), (grid.rank,))
     return found
+
+
+def _slots_of(engine: Engine, info: ParameterInfo) -> list[str]:
+    """Return the names of a parameter's optimizer state in a file."""
+    optimizer = engine.optimizer
+    assert optimizer is not None
+    slots = list(optimizer.algorithm.of(info).state)
+    if engine.dtype_of(info) != torch.float32:  # an fp32 weight is its own master
+        slots.insert(0, MASTER)
+    return slots
+
+
+def _add(
+    found: dict[Name, dict[str, SharedTensor]],
+    info: ParameterInfo,
+    listed: Listed,
+    slot: str,
+    parts: tuple[Part, ...],
+    writers: tuple[int, ...],
+) -> None:
+    """Add a tensor of optimizer state under all names of its parameter."""
+    for name in (listed.name, *listed.unused):
+        key = f"{info.chunk} {slot} {name}"
+        placeholder = Placeholder(key, info.native.shape, "float32")
+        of_parameter = found.setdefault((info.chunk, name), {})
+        of_parameter[slot] = SharedTensor(placeholder, parts, writers)
 
 
 def _sharing(grid: Grid, info: ParameterInfo) -> list[int]:

@@ -27,6 +27,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.models.mixers.declaration import Mixer
 from megatron_lite.models.mixers.table import mixer_of
 from megatron_lite.optimizer.ranges import FlatRange
+from megatron_lite.optimizer.zero import Optimizer
 from megatron_lite.parallel.parameters import ParameterInfo
 
 NAMING = CORE
@@ -137,9 +138,8 @@ def _dist_shards(
     optimizer = engine.optimizer
     if not with_optimizer or optimizer is None:
         return
-    for number, owned in enumerate(optimizer.ranges()):
+    for owned, is_turn in _with_turns(engine, optimizer):
         info = owned.info
-        is_turn = optimizer.distributed or _is_turn(engine, info, number)
         if not is_turn or not _is_ours(info, tp_rank):
             continue
         # If a parameter has several names, Megatron's optimizer uses the last, in the order in which modules are created.
@@ -148,6 +148,14 @@ def _dist_shards(
         for slot, flat in _stored(engine, owned):
             key = f"optimizer.state.{slot}.{place.key}"
             yield from flat_shards(place, key, flat.detach(), owned.start, owned.end)
+
+
+def _with_turns(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[FlatRange, bool]]:
+    """Yield the ranges of all parameters, and whether this rank saves them, out of all ranks that hold them."""
+    for number, owned in enumerate(optimizer.ranges()):
+        yield owned, optimizer.distributed or _is_turn(engine, owned.info, number)
+    for number, owned in enumerate(engine.resting_ranges()):
+        yield owned, _is_turn(engine, owned.info, number)
 
 
 def _has_distributed_form(engine: Engine) -> bool:

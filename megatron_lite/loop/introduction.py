@@ -41,7 +41,9 @@ def introduce(
     if saves and start is not None:
         _point_out(run, start)
     if run.config.mtp_layers and not run.engine.criterion.trains_mtp:
-        run.say("MTP layers keep their values: this objective trains the next token alone")
+        run.say(
+            "MTP layers keep their values, without gradients and optimizer state: this objective trains the next token alone"
+        )
     if adapters is not None:
         _introduce_adapters(run, adapters)
         _introduce_rows(run, adapters.options, tokenizer)

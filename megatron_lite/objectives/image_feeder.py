@@ -166,11 +166,12 @@ def require_same_width(reader: ImageReader, config: ModelConfig, flag: str = ENC
 
 
 def _reads_images(engine: Engine, layers: int) -> bool:
-    """Return whether a rank has an embedding, or one of the first layers, to whose output the encoder adds.
+    """Return whether a rank computes an embedding, or one of the first layers, to whose output the encoder adds.
 
-    layers: number of these first layers.
+    layers: number of these first layers. Layers that predict further tokens embed them on the last stage.
     """
-    predicts = engine.config.mtp_layers > 0
+    trains = engine.optimizer is not None and engine.criterion.trains_mtp
+    predicts = engine.config.mtp_layers > 0 and trains
     return any(
         chunk.is_first or (chunk.is_last and predicts) or chunk.first_layer < layers
         for chunk in engine.grid.chunks()

@@ -68,6 +68,15 @@ class Optimizer:
         """Yield this rank's ranges. Without `distributed`, they are whole parameters, the same on every data-parallel rank."""
         yield from self._ranges
 
+    def resting(self, info: ParameterInfo, tensor: Tensor) -> FlatRange:
+        """Return a parameter that no update changes as one range, with the state that an update would have made: none.
+
+        tensor: the parameter. The state is in main memory.
+        """
+        master = tensor.detach().flatten().cpu().float()
+        state = {name: torch.zeros(len(master)) for name in self.algorithm.of(info).state}
+        return FlatRange(info, 0, len(master), {MASTER: master, **state}, gradient=torch.empty(0))
+
     def shares(self) -> Iterator[tuple[ParameterInfo, list[Share]]]:
         """Yield the shares of every parameter in order and without gaps; the same on all ranks that hold the parameter."""
         for bucket in self._buckets:

@@ -21,6 +21,10 @@ ROWS = ".token_rows.rows"
 """End of the names of trained rows of an embedding or a head."""
 
 
+_MTP = "mtp."
+"""Prefix of the names of layers that predict further tokens."""
+
+
 @dataclass(frozen=True)
 class ParameterInfo:
     """The facts about one parameter of this rank."""
@@ -39,11 +43,12 @@ class ParameterInfo:
     second_names: tuple[str, ...] = ()
     """Other names of the parameter in checkpoints."""
     frozen: bool = False
-    """True if the parameter keeps its loaded value: only adapters are trained, or the gate of retrieval is 0."""
+    """True if the parameter keeps its loaded value: only adapters are trained, the gate of retrieval is 0, or it rests."""
     in_float32: bool = False
     """True if the parameter is float32, whatever the model's dtype."""
     rests: bool = False
-    """True if the loss doesn't depend on the parameter. It keeps its value, and the optimizer has its state all the same."""
+    """True if the loss doesn't depend on the parameter, which keeps its value. Checkpoints have optimizer state of it all the
+    same, which is zero."""
 
     @property
     def name(self) -> str:
@@ -78,6 +83,11 @@ class ParameterInfo:
     def decoupled(self) -> bool:
         """True for the embedding, the head and trained rows of them, which may have a separate learning rate."""
         return (self.kind is Kind.VOCABULARY or self.name.endswith(ROWS)) and self.decays
+
+
+def is_of_mtp(name: str) -> bool:
+    """Return whether a parameter belongs to a layer that predicts further tokens. name: ParameterInfo.name."""
+    return name.startswith(_MTP)
 
 
 def parameter_infos(

@@ -66,6 +66,8 @@ def stage_memory(run: Described) -> list[Memory]:
         if run.run.frozen:
             # Beside adapters, some modules are trained whole.
             kept += _frozen_bytes(run, share.dense - whole, share.experts)
+        else:
+            kept += _frozen_bytes(run, share.dense - trained.dense, share.experts - trained.experts)
         one = Memory(
             parameters=share.parameters,
             kept=round(kept),
@@ -133,10 +135,13 @@ def _shards_parameters(run: Described) -> bool:
 
 def _trained(run: Described, pp_rank: int, share: RankShare) -> RankShare:
     """Return the parameters of a rank that have gradients. share: the model's parameters on the rank."""
-    if not run.run.frozen:
-        return share
-    chunks = enumerate(run.run.chunks(pp_rank))
-    return _sum_of(info for index, chunk in chunks for info in run.trained(index, chunk))
+    chunks = list(enumerate(run.run.chunks(pp_rank)))
+    if run.run.frozen:
+        return _sum_of(info for index, chunk in chunks for info in run.trained(index, chunk))
+    resting = _sum_of(
+        info for index, chunk in chunks for info in run.parameters(index, chunk) if info.rests
+    )
+    return RankShare(share.dense - resting.dense, share.experts - resting.experts)
 
 
 def _adapters(run: Described, pp_rank: int) -> int:

@@ -22,6 +22,7 @@ from megatron_lite.models.mixers.table import stays_in_float32
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import (
     ParameterInfo,
+    is_of_mtp,
     is_partial,
     rows_info,
     tied_along,
@@ -192,6 +193,7 @@ class Described:
     def _info(self, index: int, native: NativeTensor) -> ParameterInfo:
         """Return the facts that modules declare, but from the family's table. The table also covers models without modules."""
         kind, layout = kind_of(native, self.config), self.sizes.layout
+        rests = self.work.rests_mtp and is_of_mtp(native.name) and kind is not Kind.UNTRAINED
         return ParameterInfo(
             index,
             native,
@@ -199,8 +201,9 @@ class Described:
             partial=is_partial(kind, layout.tp, sequence=self._sequence),
             tied=tied_along(native, kind, self.config, layout),
             is_copy=native.copy is not None,
-            frozen=self._is_frozen(native.name),
+            frozen=self._is_frozen(native.name) or rests,
             in_float32=stays_in_float32(native.name),
+            rests=rests,
         )
 
     def _is_frozen(self, name: str) -> bool:

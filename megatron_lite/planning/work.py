@@ -13,7 +13,7 @@ class Work:
     rows: int = 1
     """Sequences of a sample: 2 for a pair of answers, the completions of a prompt."""
     rests_mtp: bool = False
-    """True if MTP layers keep their values and are not computed. They have gradients and optimizer state all the same."""
+    """True if MTP layers keep their values and are not computed, without gradients and optimizer state."""
     head_again: bool = False
     """True if each pass computes the head once more before, without gradients."""
     losses: int = 0

@@ -16,10 +16,11 @@ from megatron_lite.models.network_by_family import network
 from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.parameter_kinds import declared
+from megatron_lite.parallel.parameter_kinds import Kind, declared
 from megatron_lite.parallel.parameters import (
     ParameterInfo,
     adapter_info,
+    is_of_mtp,
     parameter_infos,
     replace_parameter,
     rows_info,
@@ -68,15 +69,24 @@ def build_chunks(
             adapters += _attach_rows(module, infos, plan, lora)
         built.chunks.append(module)
         built.infos.append(infos if trains_mtp else _with_resting_mtp(infos))
-        built.adapters.append(adapters if trains_mtp else _with_resting_mtp(adapters))
+        built.adapters.append(adapters if trains_mtp else _with_resting_adapters(adapters))
     if lora is not None:
         check_targets(config, lora.targets, found=_anywhere(found_adapters, grid))
     return built
 
 
 def _with_resting_mtp(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-    """Return the parameters, of which those of MTP layers keep their values."""
-    return [replace(info, rests=info.name.startswith("mtp.")) for info in infos]
+    """Return the parameters, of which those of MTP layers keep their values without gradients and optimizer state."""
+    found = []
+    for info in infos:
+        rests = is_of_mtp(info.name) and info.kind is not Kind.UNTRAINED
+        found.append(replace(info, rests=True, frozen=True) if rests else info)
+    return found
+
+
+def _with_resting_adapters(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
+    """Return the parameters of adapters, of which those of MTP layers keep their values. They have optimizer state."""
+    return [replace(info, rests=is_of_mtp(info.name)) for info in infos]
 
 
 def _anywhere(found: bool, grid: Grid) -> bool:

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from formats.tensor import LazyTensor, read_tensor
+from megaconv.checkpoint import open_checkpoint
 from megaconv.model.fields import changed
 from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.engine import Engine
@@ -158,7 +160,10 @@ def test_a_run_says_so_and_its_file_has_the_layers_of_its_start(words: str, tmp_
     launch_and_wait(tmp_path, 1, f"pretrain {SMALL} --train-iters 2 --save a")
     command = f"pretrain {TRAINS} {words} --load a --finetune --train-iters 3"
     log = launch_and_wait(tmp_path, 1, f"{command} --save b").log(0)
-    assert "MTP layers keep their values: this objective trains the next token alone" in log
+    assert (
+        "MTP layers keep their values, without gradients and optimizer state: this objective trains the next token alone"
+        in log
+    )
     for more in ("--exit-interval 2", "--resume"):
         launch_and_wait(tmp_path, 1, f"{command} --save c {more}")
     assert megaconv("diff", tmp_path / "b", tmp_path / "c").status == 0
@@ -173,6 +178,67 @@ def test_a_run_says_so_and_its_file_has_the_layers_of_its_start(words: str, tmp_
     }
     assert numbers == {"0", "1", "2", "3"}
     assert any(".layers.4." in name for name in before)
+
+
+SAVED = [
+    ("torch_dist", "--fp32", ""),
+    ("torch", "--bf16 --use-distributed-optimizer", "--tp 2 --sequence-parallel"),
+    ("torch_dist", "--bf16 --use-distributed-optimizer", "--pp 2"),
+    ("torch", "--fp32", "--pp 2"),
+    ("torch_dist", "--bf16 --data-parallel-sharding-strategy optim_grads_params", ""),
+    ("torch_dist", "--fp32 --optimizer muon", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ckpt_format", "precision", "layout"), SAVED)
+def test_checkpoints_have_optimizer_state_of_resting_layers_which_is_zero(
+    ckpt_format: str, precision: str, layout: str, tmp_path: Path
+) -> None:
+    """A run on all layers goes on from there, and so does another layout."""
+    test_preference_runs.write_pairs(tmp_path)
+    small, trains = (words.replace("--fp32", precision) for words in (SMALL, TRAINS))
+    launch_and_wait(tmp_path, 1, f"pretrain {small} --train-iters 2 --save a")
+    written = f"--ckpt-format {ckpt_format} {layout}"
+    command = f"pretrain {trains} {RUNS['pairs']} --load a --finetune --train-iters 2 {written}"
+    launch_and_wait(tmp_path, 2, f"{command} --save b --global-batch-size 4")
+    found, start = (open_checkpoint(tmp_path / name) for name in ("b", "a"))
+    assert found.slots.keys() == start.slots.keys()
+    resting = [key for key in found.slots if key.name.startswith(MTP)]
+    assert {"exp_avg", "master"} & {key.slot for key in resting}
+    for key in resting:
+        state = as_tensor(found.slots[key])
+        expected = found.load(key.name) if key.slot == "master" else torch.zeros(1)
+        assert torch.equal(state, expected.float().expand_as(state)), key
+    # Another layout of one rank.
+    again = command.replace(layout, "").replace("--train-iters 2", "--train-iters 3")
+    log = launch_and_wait(tmp_path, 1, f"{again} --save b --resume --global-batch-size 4").log(0)
+    assert "continuing after step 2" in log
+    further = f"pretrain {small} --load b --train-iters 4 --save c"
+    log = launch_and_wait(tmp_path, 1, further).log(0)
+    assert "continuing after step 3" in log
+    after = open_checkpoint(tmp_path / "c")
+    assert all(as_tensor(after.slots[key]).any() for key in resting if key.slot == "exp_avg")
+
+
+def as_tensor(stored: LazyTensor) -> torch.Tensor:
+    """A tensor of optimizer state, which is float32."""
+    values = torch.from_numpy(read_tensor(stored).reshape(-1)).view(torch.float32)
+    return values.reshape(tuple(stored.shape))
+
+
+def test_resting_layers_have_no_gradients(world: World) -> None:
+    del world
+    case = Case("mimo", steps=1)
+    engine = make_engine(case, criterion=SIMPO)
+    config = changed(MODELS[case.model], {"mtp_layers": 0})
+    alone = make_engine(case, config=config, criterion=SIMPO)
+    assert not [info.name for (infos,) in [engine.trained] for info in infos if info.rests]
+    counts = [
+        sum(owned.elements for owned in each.optimizer.ranges())
+        for each in (engine, alone)
+        if each.optimizer
+    ]
+    assert counts[0] == counts[1]
 
 
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")

@@ -193,6 +193,8 @@ KEPT = [
     Planned("mixture", ep=2, dp=4, dtype="bfloat16", distributed=True, zero=2, wider=4, main_grads="bfloat16"),
     Planned("llama", dp=4, dtype="bfloat16", distributed=True, zero=3, wider=4, main_grads="bfloat16"),
     Planned("llama", tp=2, dtype="bfloat16", wider=4, lora=WHOLE, main_grads="bfloat16"),
+    Planned("mimo", tp=2, dp=2, distributed=True, dtype="bfloat16", wider=4, pairs=True),
+    Planned("mimo", dp=2, distributed=True, zero=3, dtype="bfloat16", wider=4, pairs=True),
 ]  # fmt: skip
 
 
