@@ -51,7 +51,7 @@ def with_encoder(
         return plain
     require_same_width(reader, engine.config, flag)
     encoder = None
-    if _reads_images(engine, deepest(reader.config)):
+    if needs_encoder(engine, deepest(reader.config)):
         encoder = ImageEncoder(reader.directory, engine.grid.device, engine.dtype)
         blank, tokens = reader.trial()
         encoder.require_fitting(blank, tokens)
@@ -165,7 +165,7 @@ def require_same_width(reader: ImageReader, config: ModelConfig, flag: str = ENC
         )
 
 
-def _reads_images(engine: Engine, layers: int) -> bool:
+def needs_encoder(engine: Engine, layers: int) -> bool:
     """Return whether a rank computes an embedding, or one of the first layers, to whose output the encoder adds.
 
     layers: number of these first layers. Layers that predict further tokens embed them on the last stage.

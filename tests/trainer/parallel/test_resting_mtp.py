@@ -12,7 +12,8 @@ from megaconv.checkpoint import open_checkpoint
 from megaconv.model.fields import changed
 from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.engine import Engine
-from megatron_lite.models.criterion import OWN_LOSS
+from megatron_lite.models.criterion import OWN_LOSS, Criterion
+from megatron_lite.objectives.image_feeder import needs_encoder
 from megatron_lite.objectives.pair_loss import PairLoss, Preference
 from megatron_lite.settings.options import LoRA, QkClip
 from tests.runs import run as megaconv
@@ -131,6 +132,22 @@ def assert_as_alone(case: Case, world: World) -> None:
                 rests += 1
                 assert torch.equal(weight, before[name]), name
     assert rests
+
+
+def reads_images(_rank: int, case: Case, criterion: Criterion) -> tuple[int, bool]:
+    """(pipeline rank, whether it would load an encoder of images)."""
+    engine = make_engine(case, criterion=criterion)
+    found = engine.grid.pp_rank, needs_encoder(engine, 0)
+    engine.grid.close()
+    return found
+
+
+@pytest.mark.parametrize(("criterion", "on_last"), [(SIMPO, False), (OWN_LOSS, True)])
+def test_the_last_stage_needs_images_only_for_layers_that_are_trained(
+    criterion: Criterion, on_last: bool, world: World
+) -> None:
+    found = world.run(2, reads_images, Case("further tokens", pp=2), criterion)
+    assert sorted(found) == [(0, True), (1, on_last)]
 
 
 SMALL = f"{DEEPSEEK} --make-vocab-size-divisible-by 1"
