@@ -1,10 +1,11 @@
-"""New tokens and experts of a model: `megaconv convert` beside transformers and a plain conversion, in turns.
+"""New tokens, experts and fewer channels of a model: `megaconv convert` beside transformers and a plain conversion, in turns.
 
     python benchmarks/change.py [--layers 8] [--runs 3] [--dir /fast/disk]
 
 Makes a Llama of random bf16 weights. `convert` writes it as it is, `tokens` with 64 tokens more, `experts` as a mixture of four
-experts. `transformers` adds the same tokens with resize_token_embeddings, without random numbers. All are whole cold
-processes. Reports the median time, processor seconds, and the peak of anonymous memory.
+experts, `channels` with random three quarters of the hidden states and of each MLP. `transformers` adds the same tokens with
+resize_token_embeddings, without random numbers. All are whole cold processes. Reports the median time, processor seconds, and
+the peak of anonymous memory.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from random import Random
 
 from average import measure
 from convert import make_model
@@ -27,6 +29,22 @@ model.save_pretrained(sys.argv[2])
 """
 
 
+def write_channels(work: Path) -> Path:
+    """Write a file that keeps three quarters of all channels."""
+    config = json.loads((work / "model" / "config.json").read_text())
+    random = Random(0)
+    places = {
+        f"layers.{layer}.mlp": "intermediate_size" for layer in range(config["num_hidden_layers"])
+    }
+    keep = {
+        place: sorted(random.sample(range(config[size]), config[size] * 3 // 4))
+        for place, size in {"hidden": "hidden_size", **places}.items()
+    }
+    kept = work / "kept.json"
+    kept.write_text(json.dumps({"keep": keep}))
+    return kept
+
+
 def commands(work: Path) -> dict[str, list[str]]:
     """The command of each contender. All write `out`."""
     source, out = str(work / "model"), str(work / "out")
@@ -37,6 +55,7 @@ def commands(work: Path) -> dict[str, list[str]]:
         "tokens": [*ours, "--vocab-size", str(vocab)],
         "transformers": [sys.executable, "-c", RESIZE, source, out, str(vocab)],
         "experts": [*ours, "--num-experts", "4"],
+        "channels": [*ours, "--keep-channels", str(write_channels(work))],
     }
 
 

@@ -17,7 +17,7 @@ _LONG_FORMS = {"average": "megaconv convert --average", "merge": "megaconv conve
 """Commands that are short for `convert` -> their long forms, which have all options of `convert`."""
 TRAINER_COMMANDS = frozenset((
     "pretrain", "finetune", "preprocess", "data", "generate", "chat", "score", "serve", "evaluate", "calibrate", "rank-layers",
-    "rank-experts", "retro", "embed", "retrieve", "models", "recipes", "plot", "completion",
+    "rank-experts", "rank-channels", "retro", "embed", "retrieve", "models", "recipes", "plot", "completion",
 ))  # fmt: skip
 """Commands that only megatron-lite has."""
 _UNKNOWN_COMMAND = re.compile(r"no such command '([^']*)'")

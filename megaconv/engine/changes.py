@@ -6,6 +6,7 @@ from typing import Any
 
 from megaconv.engine.averaging import averaged_models
 from megaconv.engine.derived import chain_of, first_of
+from megaconv.engine.kept_channels import NarrowedModel
 from megaconv.engine.kept_experts import KeptExperts
 from megaconv.engine.new_vocabulary import NewVocabulary
 from megaconv.engine.special_tokens import SPECIAL_IDS, listed
@@ -57,6 +58,17 @@ class ExpertChange:
 
 
 @dataclass(frozen=True)
+class ChannelChange:
+    """The channels of hidden states and MLPs."""
+
+    before: Mapping[str, int]
+    """Sizes by field, such as `hidden` and `mlp.ffn`."""
+    after: Mapping[str, int]
+    kept: str
+    """The number of places whose channels were chosen, and a digest of the choice."""
+
+
+@dataclass(frozen=True)
 class VocabularyChange:
     """The rows of the embedding and the head."""
 
@@ -81,6 +93,7 @@ class Changes:
     average: AverageChange | None = None
     layers: LayerChange | None = None
     experts: ExpertChange | None = None
+    channels: ChannelChange | None = None
     vocab: VocabularyChange | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +107,7 @@ def changes_of(given: str, opened: Source, options: ConvertOptions) -> Changes:
         average=_average(given, options) if options.averaged else None,
         layers=None if options.layers is None else _layers(opened, options.layers),
         experts=_experts(opened, options),
+        channels=_channels(opened),
         vocab=_vocabulary(vocabularies[0], options) if vocabularies else None,
     )
 
@@ -122,6 +136,14 @@ def _experts(opened: Source, options: ConvertOptions) -> ExpertChange | None:
         experts_of=list(chosen.experts_of),
         kept={layer: list(kept[0][layer]) for layer in kept[0]} if kept else None,
     )
+
+
+def _channels(opened: Source) -> ChannelChange | None:
+    narrowed = [each for each in chain_of(opened) if isinstance(each, NarrowedModel)]
+    if not narrowed:
+        return None
+    [made] = narrowed
+    return ChannelChange(dict(made.sizes_before), dict(made.sizes), str(made.chosen))
 
 
 def _vocabulary(made: NewVocabulary, options: ConvertOptions) -> VocabularyChange:

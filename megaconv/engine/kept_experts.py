@@ -18,7 +18,7 @@ from megaconv.model.layout import Layout
 from megaconv.model.subjects import RANKED_BY, Experts
 from megaconv.model.table import canonical_shapes
 from megaconv.options.kept_experts import EVERYWHERE, Kept
-from megaconv.values.selected_rows import SelectedRows
+from megaconv.values.selected import SelectedRows
 
 _OPTION = "--keep-experts"
 _EXPERT = re.compile(r"(?P<layer>(?:layers|mtp)\.\d+)\.mlp\.experts\.(?P<expert>\d+)\.(?P<rest>.+)")

@@ -19,6 +19,7 @@ from megaconv.engine.coverage import require_complete
 from megaconv.engine.derived import chain_of, first_of, origins_of
 from megaconv.engine.early_check import refuse_sizes
 from megaconv.engine.fingerprints import combine
+from megaconv.engine.kept_channels import with_kept_channels
 from megaconv.engine.kept_experts import with_kept_experts
 from megaconv.engine.lineage import lineage_of, source_name
 from megaconv.engine.new_vocabulary import with_vocabulary
@@ -78,9 +79,12 @@ def open_input(
 
 
 def _computed(source: Source, found: Input, load: LoadOptions, options: ConvertOptions) -> Source:
-    """The source, averaged with others, with its chosen experts, layers, new experts and vocabulary. Each only if asked for."""
+    """The source, averaged with others, with its chosen channels, experts, layers, new experts and vocabulary. Each only if asked for."""
     if options.averaged:
         source = averaged(source, found, load, options)
+    if options.keep_channels is not None:
+        _refuse_together("--keep-channels", "channels", options)
+        source = with_kept_channels(source, options.keep_channels, found.given)
     if options.keep_experts is not None:
         _refuse_together("--keep-experts", "experts", options)
         source = with_kept_experts(source, options.keep_experts, found.given)
@@ -346,7 +350,7 @@ def load_options(saver: Saver, options: ConvertOptions) -> LoadOptions:
     if options.optimizer and options.computes_weights:
         raise UsageError(
             "--optimizer: the optimizer state would not match the computed weights; leave out --optimizer, or --adapter, --average, "
-            "--keep-experts, --layers, --num-experts, --vocab-size and --tokenizer"
+            "--keep-experts, --keep-channels, --layers, --num-experts, --vocab-size and --tokenizer"
         )
     is_wanted = (
         can_hold

@@ -54,6 +54,7 @@ def _derived(options: ConvertOptions) -> dict[str, str]:
     return {
         "--layers": "all" if options.layers is None else ",".join(map(str, options.layers)),
         "--keep-experts": json.dumps(options.keep_experts),
+        "--keep-channels": str(options.keep_channels),
         "--num-experts": str(upcycling.experts),
         "--moe-router-topk": str(upcycling.topk),
         "--moe-upcycling-granularity": str(upcycling.granularity),

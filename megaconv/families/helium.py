@@ -3,17 +3,16 @@
 from dataclasses import replace
 
 from megaconv.families.ernie4_5 import FAMILY as ERNIE
-from megaconv.families.parts.decoder_keys import decoder_keys
+from megaconv.families.parts.decoder_keys import body_keys, heads
 from megaconv.families.parts.keys import flags
 from megaconv.families.parts.rope import rope
 
 _KEYS = (
-    *decoder_keys(
-        positions=4096, kv_heads=20, head_dim=128, ffn=7040, epsilon=1e-8, rotation=rope(1e5), tokens=(1, 2, 3)
-    ),
+    *body_keys(positions=4096, ffn=7040, epsilon=1e-8, rotation=rope(1e5), tokens=(1, 2, 3)),
+    heads(20, 128, as_wide=True),
     flags("attention_bias", ("attention.qkv_bias",), default=False),
     flags("mlp_bias", ("mlp.bias",), default=False),
-)  # fmt: skip
+)
 
 FAMILY = replace(
     ERNIE,

@@ -10,7 +10,8 @@ from megaconv.families.parts.decoder_keys import (
     LLAMA_LIKE,
     MIXTURE,
     SILU,
-    decoder_keys,
+    body_keys,
+    heads,
 )
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.experts import EXPERTS_WIDTH, MOE_NORM, QWEN_EXPERTS
@@ -21,7 +22,8 @@ from megaconv.families.parts.row_changes import in_core
 ROWS = in_core(normed_over_all_heads((EMBEDDING, *ATTENTION, MOE_NORM, *QWEN_EXPERTS, *HEAD)))
 
 _KEYS = (
-    *decoder_keys(positions=4096, epsilon=1e-5, tokens=(None, 50279, 1)),
+    *body_keys(positions=4096, epsilon=1e-5, tokens=(None, 50279, 1)),
+    heads(None, as_wide=True),
     ATTENTION_BIASES,
     EXPERTS_WIDTH,
     size("num_experts", "experts.count", 64),

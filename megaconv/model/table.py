@@ -55,6 +55,7 @@ __all__ = [
     "Stacked",
     "StackedTransposed",
     "Transposed",
+    "canonical_axes",
     "canonical_shapes",
     "encoder_layers",
     "expand",
@@ -123,6 +124,20 @@ def canonical_shapes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, Sh
             for name, shape in named:
                 shapes[name.replace("{e}", expert)] = shape
     return shapes
+
+
+def canonical_axes(rows: tuple[Row, ...], config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The axes of every canonical tensor of a model in its sizes, such as `("ffn", "hidden")`, in model order."""
+    experts = [str(expert) for expert in range(config.experts.count)]
+    found: dict[str, tuple[str, ...]] = {}
+    for row, layer in _model_order(with_beside(rows, config), config):
+        for pattern, shape in zip(expand(row.canonical), row.shapes, strict=True):
+            name, axes = of_layer(pattern, layer), tuple(shape.split())
+            names = (
+                [name.replace("{e}", expert) for expert in experts] if row.of_experts else [name]
+            )
+            found |= dict.fromkeys(names, axes)
+    return found
 
 
 def _model_order(rows: tuple[Row, ...], config: ModelConfig) -> Iterator[tuple[Row, int]]:

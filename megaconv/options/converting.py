@@ -8,6 +8,7 @@ from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
 from megaconv.options.averaging import AverageMethod
 from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRITERS
+from megaconv.options.kept_channels import KeptChannels, kept_channels
 from megaconv.options.kept_experts import Kept, kept_experts
 from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
@@ -92,6 +93,17 @@ class ConvertOptions:
         help="The experts of each layer that the output keeps: numbers such as 0-47,60, or the file of `megatron-lite rank-experts`.",
     )
     """The experts that stay, by layer; None: all."""
+    keep_channels: KeptChannels | None = option(
+        None,
+        "--keep-channels",
+        heading=VALUES,
+        commands=("convert",),
+        words=str | None,
+        read=kept_channels,
+        metavar="FILE",
+        help="The channels of hidden states and MLPs that the output keeps: the file of `megatron-lite rank-channels`.",
+    )
+    """The channels that stay; None: all."""
     upcycling: Upcycling = inner(Upcycling)
     vocabulary: VocabularyChoice = inner(VocabularyChoice)
     extra: Mapping[str, str] = option((), "--option", **OWN_OPTIONS)
@@ -187,6 +199,7 @@ class ConvertOptions:
         return (
             self.layers is not None
             or self.keep_experts is not None
+            or self.keep_channels is not None
             or self.upcycling.experts is not None
             or self.vocabulary.is_given
         )

@@ -7,20 +7,23 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from formats.ceilings import SIDECAR_BYTES
-from megaconv.errors import CorruptCheckpoint, UsageError
+from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
+from megaconv.options.kept_file import KeptFile, rising
 from megaconv.options.values import expert_numbers
 
-KEEP = "keep"
-"""The key of such a file under which the experts are."""
 EVERYWHERE = "all layers"
 """The entry for experts that are the same in all layers."""
 Kept = Mapping[str, Sequence[int]]
 """Layers, such as `layers.3` or `mtp.0` -> the numbers of their experts that stay, in rising order."""
-_LAYER = re.compile(r"(layers|mtp)\.\d{1,9}", re.ASCII)
+_FILE = KeptFile(
+    part="expert",
+    holds="the experts of each layer",
+    places=re.compile(r"(layers|mtp)\.\d{1,9}", re.ASCII),
+    examples="layers.3 or mtp.0",
+    command="megatron-lite rank-experts",
+)
 
 
 def kept_experts(given: str | Path | Iterable[int] | Mapping[str, Iterable[int]]) -> Kept:
@@ -30,19 +33,12 @@ def kept_experts(given: str | Path | Iterable[int] | Mapping[str, Iterable[int]]
     CorruptCheckpoint for a file that can't be read, TypeError for a value of another type.
     """
     if isinstance(given, str) and re.fullmatch(r"[\d\s,-]+", given, re.ASCII):
-        return {EVERYWHERE: _rising(expert_numbers(given), given)}
+        return {EVERYWHERE: rising(expert_numbers(given), given, _FILE.part)}
     if isinstance(given, str | Path):
         return _of_file(local_path(given))
     if isinstance(given, Mapping):
-        return {layer: _rising(expert_numbers(given[layer]), layer) for layer in given}
-    return {EVERYWHERE: _rising(expert_numbers(given), "the list")}
-
-
-def _rising(found: Sequence[int], where: str) -> tuple[int, ...]:
-    """The numbers in rising order. Raises UsageError if one is there twice."""
-    if len(set(found)) < len(found):
-        raise UsageError(f"{where}: names an expert twice; name each expert once")
-    return tuple(sorted(found))
+        return {layer: rising(expert_numbers(given[layer]), layer, _FILE.part) for layer in given}
+    return {EVERYWHERE: rising(expert_numbers(given), "the list", _FILE.part)}
 
 
 def _of_file(path: Path) -> Kept:
@@ -50,25 +46,4 @@ def _of_file(path: Path) -> Kept:
         raise UsageError(
             f"{path}: is neither a list of experts, such as 0-47,60, nor a file that `megatron-lite rank-experts` wrote"
         )
-    from formats.regular_files import read_json  # most commands read no such file
-
-    found = read_json(path, SIDECAR_BYTES)
-    layers = found.get(KEEP) if isinstance(found, dict) else None
-    if not isinstance(layers, dict) or not layers:
-        raise _unlike(path, f'an object "{KEEP}" with the experts of each layer')
-    return {layer: _of_layer(layers[layer], layer, path) for layer in layers}
-
-
-def _of_layer(experts: Any, layer: str, path: Path) -> tuple[int, ...]:
-    if not _LAYER.fullmatch(layer):
-        raise _unlike(path, f"names such as layers.3 or mtp.0 in place of {layer!r:.80}")
-    is_list = isinstance(experts, list) and bool(experts)
-    if not is_list or not all(type(each) is int and each >= 0 for each in experts):
-        raise _unlike(path, f"a list of numbers from 0 for {layer}")
-    return _rising(experts, f"{path}: {layer}")
-
-
-def _unlike(path: Path, expected: str) -> CorruptCheckpoint:
-    return CorruptCheckpoint(
-        f"{path}: expected {expected}; write it with `megatron-lite rank-experts`"
-    )
+    return _FILE.read(path)

@@ -132,6 +132,11 @@ def expert_numbers(text: str | Iterable[int]) -> tuple[int, ...]:
     return _numbers(text, "experts")
 
 
+def channel_numbers(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Numbers of channels, as above."""
+    return _numbers(numbers, "channels")
+
+
 _MOST_NUMBERS = 10_000
 
 

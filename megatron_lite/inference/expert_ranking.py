@@ -17,7 +17,8 @@ from megaconv.engine.kept_experts import (
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.model.ir import OpenedSource
 from megaconv.model.subjects import Experts
-from megaconv.options.kept_experts import EVERYWHERE, KEEP
+from megaconv.options.kept_experts import EVERYWHERE
+from megaconv.options.kept_file import KEEP
 from megaconv.terminal import show
 from megatron_lite.forward.expert_scores import ExpertScores, measure
 from megatron_lite.inference.measuring import measured, output_file, pruning, read_passes

@@ -90,6 +90,9 @@ NOT_RUN = {
     "needs statistics of the model; the commands of docs/calibrate.md measure some and convert with them": (
         r"convert --load-dir ckpt .* --calibration amax\.safetensors",
     ),
+    "needs a model of this size; the commands of a how-to page measure a small one": (
+        r"rank-channels .* --hidden-size 3072 ",
+    ),
     "needs a model with MTP layers; tests/trainer/inference/test_drafting.py drafts": (
         r"--draft-tokens 1 ",
     ),
@@ -492,6 +495,7 @@ def special(page: str) -> Mapping[str, Make]:
             "code": partial(write_llama, layers=32, ffn=64, seed=2),
             "Qwen3-8B": write_qwen3,
             "kept.json": lines({"keep": {"layers.0": [*range(8)], "layers.1": [*range(8)]}}),
+            "channels.json": lines({"keep": {"hidden": [*range(16)]}}),
         },
         "docs/planning.md": {
             "DeepSeek-V3": published("deepseek-ai/DeepSeek-V3"),

@@ -12,7 +12,7 @@ from tests.engine.test_new_tokenizer import write_tokenizer
 from tests.models import write_llama
 from tests.runs import run
 
-STAYS = {"average": None, "layers": None, "experts": None, "vocab": None}
+STAYS = {"average": None, "layers": None, "experts": None, "channels": None, "vocab": None}
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def test_the_json_of_convert_has_all_changes(llama: Path, tmp_path: Path) -> Non
             "experts_of": [],
             "kept": None,
         },
+        "channels": None,
         "vocab": {
             "before": 270,
             "after": 275,

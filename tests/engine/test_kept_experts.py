@@ -296,7 +296,7 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ("0-8", 2, "layers.2 of {} has no expert 8; its experts are 0 to 7"),
         ("3", 2, "layers.2: keeps 1 expert, and each token needs 2; keep 2 or more"),
         ("3-1", 2, "write numbers of experts from 0, such as 0-15,24-31"),
-        ("0,0,1", 2, "0,0,1: names an expert twice"),
+        ("0,0,1", 2, "0,0,1: names expert 0 twice"),
         ("nowhere.json", 2, "nowhere.json: is neither a list of experts, such as 0-47,60, nor a file"),
         ("", 2, "is neither a list of experts"),
         ({**OTHERS, "layers.3": [0, 1]}, 2, "layers.3 keeps 2 experts and mtp.0 4; all layers must keep"),
@@ -308,7 +308,7 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ({**OTHERS, "layers.2": [0, int("9" * 4000)]}, 2, "has no expert 99999999999999999999; its experts are"),
         ({**OTHERS, "layers." + "7" * 9999: [0]}, 3, "expected names such as layers.3"),
         ({"layers.2": []}, 3, "expected a list of numbers from 0 for layers.2"),
-        ({"layers.2": [3, 3]}, 2, "layers.2: names an expert twice"),
+        ({"layers.2": [3, 3]}, 2, "layers.2: names expert 3 twice"),
         ({}, 3, 'expected an object "keep" with the experts of each layer'),
         ([], 3, 'expected an object "keep" with the experts of each layer'),
     ],
@@ -383,5 +383,5 @@ def test_values_of_python_are_read() -> None:
     assert kept_experts({"layers.0": [2, 0]}) == {"layers.0": (0, 2)}
     with pytest.raises(TypeError, match=r"experts holds 0\.5"):
         kept_experts([0.5])  # type: ignore[list-item]
-    with pytest.raises(UsageError, match=r"layers\.0: names an expert twice"):
+    with pytest.raises(UsageError, match=r"layers\.0: names expert 1 twice"):
         kept_experts({"layers.0": [1, 1]})

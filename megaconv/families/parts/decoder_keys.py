@@ -6,7 +6,7 @@ both versions understand. Keys of rope are in rope.py, and those of windows in w
 
 from typing import Any
 
-from megaconv.errors import CorruptCheckpoint
+from megaconv.errors import CorruptCheckpoint, NotExpressible
 from megaconv.families.parts.keys import (
     CONFIG_NAME,
     Fields,
@@ -87,9 +87,18 @@ def _read_dtype(raw: Raw) -> Fields:
     return {"dtype": str(dtype).removeprefix("torch.")}
 
 
-def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool = True) -> Keys:
-    """Grouped queries, with defaults as in decoder_keys. own_size: True if there is a head_dim key; otherwise the head
-    size is hidden_size / heads."""
+def heads(
+    kv_heads: int | None,
+    head_dim: int | None = None,
+    *,
+    own_size: bool = True,
+    as_wide: bool = False,
+) -> Keys:
+    """Grouped queries, with defaults as in decoder_keys.
+
+    own_size: True if there is a head_dim key; otherwise the head size is hidden_size / heads. as_wide: True if there is such a
+    key, but the class works only if all heads together are as wide as the hidden states.
+    """
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")[: 3 if own_size else 2]
 
     def read(raw: Raw) -> Fields:
@@ -116,6 +125,11 @@ def heads(kv_heads: int | None, head_dim: int | None = None, *, own_size: bool =
     def write(config: ModelConfig) -> Raw:
         sizes = config.attention
         written = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads}
+        if as_wide and sizes.heads * sizes.head_dim != config.hidden:
+            raise NotExpressible(
+                f"the model has {sizes.heads} heads of {sizes.head_dim} elements, and the class needs hidden_size / heads "
+                f"({config.hidden} / {sizes.heads})"
+            )
         if own_size:
             written["head_dim"] = sizes.head_dim
         return written

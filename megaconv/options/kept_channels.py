@@ -1,0 +1,58 @@
+"""The channels that an output keeps, of the hidden states and inside MLPs.
+
+{"keep": {"hidden": [0, 2, 5], "layers.3.mlp": [1, 2], "layers.3.mlp.experts.7": [0, 4], "layers.3.mlp.shared": [3]}}
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from formats.wording import counted
+from megaconv.errors import UsageError
+from megaconv.local_paths import local_path
+from megaconv.options.kept_file import KeptFile, rising
+from megaconv.options.values import channel_numbers
+
+HIDDEN = "hidden"
+"""The name of the channels of the hidden states."""
+_FILE = KeptFile(
+    part="channel",
+    holds="the channels that stay",
+    places=re.compile(r"hidden|[a-z0-9_.]{1,200}\.mlp(\.experts\.\d{1,9}|\.shared)?", re.ASCII),
+    examples=f"{HIDDEN} or layers.3.mlp",
+    command="megatron-lite rank-channels",
+)
+
+
+@dataclass(frozen=True)
+class KeptChannels:
+    """The channels that stay."""
+
+    numbers: Mapping[str, Sequence[int]]
+    """`hidden`, or the canonical name of an MLP -> the numbers of its channels, in rising order."""
+
+    def __str__(self) -> str:
+        """A short text that identifies these channels."""
+        from hashlib import sha256  # most commands name no channels
+
+        digest = sha256(repr(sorted(self.numbers.items())).encode()).hexdigest()
+        return f"channels of {counted(len(self.numbers), 'place')}, sha256 {digest}"
+
+
+def kept_channels(given: str | Path | Mapping[str, Iterable[int]] | KeptChannels) -> KeptChannels:
+    """The channels that stay.
+
+    given: the path of a file, or the numbers by name. Raises UsageError, CorruptCheckpoint for a file that can't be read,
+    TypeError for a value of another type.
+    """
+    if isinstance(given, KeptChannels):
+        return given
+    if isinstance(given, Mapping):
+        return KeptChannels(
+            {place: rising(channel_numbers(given[place]), place, _FILE.part) for place in given}
+        )
+    path = local_path(given)
+    if not path.is_file():
+        raise UsageError(f"{path}: is no file; write one with `{_FILE.command}`")
+    return KeptChannels(_FILE.read(path))

@@ -1,0 +1,60 @@
+"""Files that say which parts of a model stay: `{"keep": {"layers.3": [0, 2, 5]}}`. The ranking commands of the trainer write them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from formats.ceilings import SIDECAR_BYTES
+from megaconv.errors import CorruptCheckpoint, UsageError
+
+KEEP = "keep"
+"""The key of such a file under which the parts are."""
+
+
+@dataclass(frozen=True)
+class KeptFile:
+    """A kind of such files."""
+
+    part: str
+    """The part that is numbered, such as `expert`, for messages."""
+    holds: str
+    """The content of the file, for messages."""
+    places: re.Pattern[str]
+    """The names of what has these parts."""
+    examples: str
+    """Two such names, for messages."""
+    command: str
+    """The command that writes such a file."""
+
+    def read(self, path: Path) -> dict[str, tuple[int, ...]]:
+        """Return the numbers by place, in rising order. Raises UsageError, CorruptCheckpoint."""
+        from formats.regular_files import read_json  # most commands read no such file
+
+        found = read_json(path, SIDECAR_BYTES)
+        places = found.get(KEEP) if isinstance(found, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise self._unlike(path, f'an object "{KEEP}" with {self.holds}')
+        return {place: self._numbers(places[place], place, path) for place in places}
+
+    def _numbers(self, numbers: Any, place: str, path: Path) -> tuple[int, ...]:
+        if not self.places.fullmatch(place):
+            raise self._unlike(path, f"names such as {self.examples} in place of {place!r:.80}")
+        is_list = isinstance(numbers, list) and bool(numbers)
+        if not is_list or not all(type(each) is int and each >= 0 for each in numbers):
+            raise self._unlike(path, f"a list of numbers from 0 for {place}")
+        return rising(numbers, f"{path}: {place}", self.part)
+
+    def _unlike(self, path: Path, expected: str) -> CorruptCheckpoint:
+        return CorruptCheckpoint(f"{path}: expected {expected}; write it with `{self.command}`")
+
+
+def rising(found: Iterable[int], where: str, part: str) -> tuple[int, ...]:
+    """The numbers in rising order. Raises UsageError if one is there twice. part: the part that is numbered."""
+    numbers = tuple(sorted(found))
+    for number, following in pairwise(numbers):
+        if number == following:
+            raise UsageError(f"{where}: names {part} {number} twice; name each {part} once")
+    return numbers
