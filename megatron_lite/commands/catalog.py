@@ -18,6 +18,7 @@ OTHERS = {
     "retrieve": "megatron_lite.retrieval.commands.retrieve",
     "rank-layers": "megatron_lite.inference.commands.rank_layers",
     "rank-experts": "megatron_lite.inference.commands.rank_experts",
+    "rank-channels": "megatron_lite.inference.commands.rank_channels",
     "calibrate": "megatron_lite.inference.commands.calibrate",
 }
 """Commands that don't train -> the module whose main(words) returns the exit status."""

@@ -24,26 +24,27 @@ if TYPE_CHECKING:
 USAGE = """usage: megatron-lite COMMAND [FLAGS]
 
 commands:
-  pretrain     {pretrain}
-  finetune     {finetune}
-  plan         What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
-  preprocess   Turn text into Megatron's indexed files.
-  data         Prepare a corpus of text: clean, dedup, decontaminate, split, score and others.
-  generate     Let a model continue texts.
-  chat         Talk with a model.
-  score        Log-probabilities of given tokens.
-  serve        A model behind OpenAI's and Anthropic's routes and Megatron's PUT /api.
-  evaluate     Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
-  rank-layers  Measure how much each layer changes its input, to leave layers out.
-  rank-experts Measure how much each expert adds to its layer's output, to leave experts out.
-  calibrate    Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
-  retro        Build or show the chunk database and the neighbours for Retro.
-  embed        Embed passages, for retrieve.
-  retrieve     Find passages for questions, and count those with an answer.
-  models       List the families of models, and which of them can be trained.
-  recipes      List settings for common models, for finetune --recipe.
-  plot         Draw the curves of runs side by side, in the terminal or as a page.
-  completion   Print a script that completes commands and flags in bash, zsh or fish.
+  pretrain      {pretrain}
+  finetune      {finetune}
+  plan          What a run would take: memory of each rank, bytes between ranks, the pipeline's bubble.
+  preprocess    Turn text into Megatron's indexed files.
+  data          Prepare a corpus of text: clean, dedup, decontaminate, split, score and others.
+  generate      Let a model continue texts.
+  chat          Talk with a model.
+  score         Log-probabilities of given tokens.
+  serve         A model behind OpenAI's and Anthropic's routes and Megatron's PUT /api.
+  evaluate      Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
+  rank-layers   Measure how much each layer changes its input, to leave layers out.
+  rank-experts  Measure how much each expert adds to its layer's output, to leave experts out.
+  rank-channels Measure how much each channel adds, to make a model narrower.
+  calibrate     Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
+  retro         Build or show the chunk database and the neighbours for Retro.
+  embed         Embed passages, for retrieve.
+  retrieve      Find passages for questions, and count those with an answer.
+  models        List the families of models, and which of them can be trained.
+  recipes       List settings for common models, for finetune --recipe.
+  plot          Draw the curves of runs side by side, in the terminal or as a page.
+  completion    Print a script that completes commands and flags in bash, zsh or fish.
 
 `megatron-lite COMMAND --help` lists the flags of a command. Several processes are started by torchrun or srun:
   torchrun --nproc-per-node 4 -m megatron_lite pretrain --tensor-model-parallel-size 2 ...

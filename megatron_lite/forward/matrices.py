@@ -68,7 +68,7 @@ class StreamedProduct(Product):
         made = x.new_empty(*x.shape[:-1], len(weight))
         if not x.numel():
             return made
-        for first, block in self._blocks():
+        for first, block in self.blocks():
             rows = slice(first, first + len(block))
             made[..., rows] = linear(x, block, None if bias is None else bias[rows])
         return made
@@ -76,7 +76,7 @@ class StreamedProduct(Product):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.linear(x, weight, bias)
 
-    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
+    def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, rows of the matrix). The rows are valid until the next block."""
         rows, columns = matrix_shape(self.native.shape)
         step = self.buffer.rows(columns)

@@ -297,11 +297,11 @@ def add_samples(group: argparse._ArgumentGroup, *, samples: int, seq_length: int
 
 
 def make_ranker(
-    command: str, description: str, examples: str, *, parts: str, samples: int
+    command: str, description: str, examples: str, *, parts: str | None, samples: int
 ) -> tuple[Parser, argparse._ArgumentGroup]:
     """Return the parser of a command that ranks parts of a model, and its group of flags. No weight stays in memory.
 
-    parts: the parts that may be left out. samples: the default.
+    parts: the parts of which the user gives a number to leave out; None: there is no such flag. samples: the default.
     """
     made = make_parser(
         command,
@@ -316,12 +316,13 @@ def make_ranker(
     made.set_defaults(stream_weights=True)
     group = made.add_argument_group("measurement")
     add_samples(group, samples=samples)
-    group.add_argument(
-        "--leave-out",
-        type=int,
-        metavar="N",
-        help=f"{parts} to leave out (a quarter of all)",
-    )
+    if parts is not None:
+        group.add_argument(
+            "--leave-out",
+            type=int,
+            metavar="N",
+            help=f"{parts} to leave out (a quarter of all)",
+        )
     group.add_argument(
         "--max-memory",
         metavar="SIZE",

@@ -34,6 +34,7 @@ TRAINING = {
     "tokens": ("add-tokens.md",),
     "layers": ("shrink-a-model.md",),
     "experts": ("leave-experts-out.md",),
+    "channels": ("make-a-model-narrower.md",),
     "machines": ("train-on-several-machines.md",),
 }
 """Pages that share a directory: the second page uses the files of the first."""

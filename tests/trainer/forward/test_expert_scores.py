@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megatron_lite.engine import Engine
-from megatron_lite.forward.expert_scores import ExpertScores, _Counted, _watched, measure
+from megatron_lite.forward.counted_passes import Counted
+from megatron_lite.forward.expert_scores import ExpertScores, _watched, measure
 from megatron_lite.forward.rows import batches
 from megatron_lite.models.batch import Microbatch
 from tests import transformers_oracle as oracle
@@ -110,7 +111,7 @@ def test_layers_of_further_tokens_see_the_inputs_of_training(model: str) -> None
         f"mtp.{n}" for n in range(depths)
     ]
     for depth in range(depths):
-        counted = _Counted(torch.arange(len(row)).unsqueeze(1) < len(row) - 2 - depth)
+        counted = Counted(torch.arange(len(row)).unsqueeze(1) < len(row) - 2 - depth)
         expected = _in_training(make_engine(Case(model)), row, counted)
         layer = f"mtp.{depth}"
         assert found.layers[layer].tokens == expected.layers[layer].tokens
@@ -119,7 +120,7 @@ def test_layers_of_further_tokens_see_the_inputs_of_training(model: str) -> None
         )
 
 
-def _in_training(engine: Engine, row: tuple[int, ...], counted: _Counted) -> ExpertScores:
+def _in_training(engine: Engine, row: tuple[int, ...], counted: Counted) -> ExpertScores:
     """The scores of the tokens that count, in a pass with the losses of all layers."""
     watched = dict(_watched(engine, counted))
     (batch,) = passes(engine, 1, [row])

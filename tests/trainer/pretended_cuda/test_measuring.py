@@ -1,4 +1,4 @@
-"""Layers and experts are measured on a pretended GPU as on a CPU."""
+"""Layers, experts and channels are measured on a pretended GPU as on a CPU."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from megaconv.model.layout import Layout
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
-from megatron_lite.forward import expert_scores, influence
+from megatron_lite.forward import channel_scores, expert_scores, influence
 from megatron_lite.forward.rows import batches
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.settings.options import ModelOptions
@@ -19,7 +19,7 @@ from tests.trainer.pretended_cuda.test_uses import CPU
 
 ROWS = [tuple(range(7, 19)), (9, 50, 3)]
 Measured = tuple[list[float], dict[str, list[int]], dict[str, list[float]]]
-"""The change by each layer, the tokens of each expert, and its score."""
+"""The change by each layer, the tokens of each expert, and the scores of experts and channels by name."""
 
 
 def measured(model: str, device: torch.device) -> Measured:
@@ -32,7 +32,10 @@ def measured(model: str, device: torch.device) -> Measured:
     layers = influence.measure(engine, passes, 1).layers
     experts = expert_scores.measure(engine, passes).layers
     tokens = {layer: list(found.tokens) for layer, found in experts.items()}
-    return list(layers), tokens, {layer: found.scores for layer, found in experts.items()}
+    channels = channel_scores.measure(engine, passes)
+    scores = {layer: found.scores for layer, found in experts.items()}
+    scores |= {mlp: found.tolist() for mlp, found in channels.mlps.items()}
+    return list(layers), tokens, scores | {"hidden": channels.hidden.tolist()}
 
 
 def _on_both(_rank: int, model: str) -> Any:
@@ -45,9 +48,11 @@ def _on_both(_rank: int, model: str) -> Any:
     "model",
     ["further tokens", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "gpt_oss", "gemma4"))],
 )  # fmt: skip
-def test_layers_and_experts_are_measured_as_on_a_cpu(gpu_world: PretendedWorld, model: str) -> None:
+def test_layers_experts_and_channels_are_measured_as_on_a_cpu(
+    gpu_world: PretendedWorld, model: str
+) -> None:
     ((layers, tokens, scores), found) = gpu_world.run(1, _on_both, model)[0]
     assert found[0] == pytest.approx(layers, rel=1e-4, abs=1e-6)
     assert found[1] == tokens
-    for layer, expected in scores.items():
-        assert found[2][layer] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for name, expected in scores.items():
+        assert found[2][name] == pytest.approx(expected, rel=1e-4, abs=1e-6)
