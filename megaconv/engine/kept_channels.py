@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.tensor import LazyTensor
-from formats.wording import counted
+from formats.wording import counted, listing
 from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
 from megaconv.families import family
-from megaconv.model.check import listing
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import changed

@@ -1,10 +1,18 @@
 """Entries that options of several classes share."""
 
+from pathlib import Path
 from typing import Any
 
-from megaconv.best_iteration import local_checkpoint
 from megaconv.options.option import INPUT_AND_OUTPUT
 from megaconv.options.values import pairs
+
+
+def local_checkpoint(given: str | Path) -> Path:
+    """A local checkpoint; see best_iteration.local_checkpoint."""
+    from megaconv import best_iteration  # it reads files, which --help doesn't
+
+    return best_iteration.local_checkpoint(given)
+
 
 CONFIG: dict[str, Any] = {
     "read": local_checkpoint,

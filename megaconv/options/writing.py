@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaconv.best_iteration import local_checkpoint
 from megaconv.local_paths import local_path
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.model.layout import LayerSplit
@@ -21,6 +20,7 @@ from megaconv.options.option import (
     normalize,
     option,
 )
+from megaconv.options.shared import local_checkpoint
 from megaconv.options.values import byte_size
 
 DIST_FILES = 8
