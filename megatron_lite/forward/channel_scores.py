@@ -21,7 +21,6 @@ from megaconv.model.table import canonical_axes
 from megatron_lite.engine import Engine
 from megatron_lite.forward.counted_passes import Counted, CountedDispatch
 from megatron_lite.forward.matrices import StreamedProduct
-from megatron_lite.forward.rows import counted_tokens
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.moe.dispatch import Compute
 from megatron_lite.models.moe.experts import Experts, Mixture
@@ -43,11 +42,8 @@ def measure(engine: Engine, passes: Sequence[Microbatch]) -> ChannelScores:
     """Compute all layers of a model in one process. Raises CorruptCheckpoint for values that are not finite."""
     counted = Counted()
     watched = list(_watched(engine, counted))
-    tokens = 0
+    tokens = counted.run_all(engine, passes)
     with torch.inference_mode():
-        for batch in passes:
-            tokens += int(counted_tokens(batch).sum())
-            counted.run(engine, batch)
         mlps = {each.mlp: each.contributions() for each in watched if each.mlp}
         hidden = _of_hidden([each for each in watched if not each.mlp])
     for name, scores in mlps.items():

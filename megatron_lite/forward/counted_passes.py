@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,7 +27,16 @@ class Counted:
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
     """bool [tokens, batch]."""
 
-    def run(self, engine: Engine, batch: Microbatch) -> None:
+    def run_all(self, engine: Engine, passes: Iterable[Microbatch]) -> int:
+        """Compute all passes without gradients. Return the number of tokens that count."""
+        tokens = 0
+        with torch.inference_mode():
+            for batch in passes:
+                tokens += int(counted_tokens(batch).sum())
+                self._run(engine, batch)
+        return tokens
+
+    def _run(self, engine: Engine, batch: Microbatch) -> None:
         """Compute all layers of a network in one process, and then those that predict further tokens."""
         (network,) = engine.chunks
         self.tokens = of_pass = counted_tokens(batch)

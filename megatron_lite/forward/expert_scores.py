@@ -13,7 +13,6 @@ from torch import Tensor
 from formats.errors import CorruptCheckpoint
 from megatron_lite.engine import Engine
 from megatron_lite.forward.counted_passes import Counted, CountedDispatch
-from megatron_lite.forward.rows import counted_tokens
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.moe.counting import count_rows
 from megatron_lite.models.moe.dispatch import Compute
@@ -49,11 +48,7 @@ def measure(engine: Engine, passes: Sequence[Microbatch]) -> ExpertScores:
     """Compute all layers of a mixture in one process. Raises CorruptCheckpoint for values that are not finite."""
     counted = Counted()
     watched = dict(_watched(engine, counted))
-    tokens = 0
-    with torch.inference_mode():
-        for batch in passes:
-            tokens += int(counted_tokens(batch).sum())
-            counted.run(engine, batch)
+    tokens = counted.run_all(engine, passes)
     layers = {layer: watch.scores(layer) for layer, watch in watched.items()}
     return ExpertScores(layers, tokens)
 

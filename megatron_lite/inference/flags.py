@@ -297,11 +297,18 @@ def add_samples(group: argparse._ArgumentGroup, *, samples: int, seq_length: int
 
 
 def make_ranker(
-    command: str, description: str, examples: str, *, parts: str | None, samples: int
+    command: str,
+    description: str,
+    examples: str,
+    *,
+    parts: str | None,
+    samples: int,
+    output: str | None = None,
 ) -> tuple[Parser, argparse._ArgumentGroup]:
     """Return the parser of a command that ranks parts of a model, and its group of flags. No weight stays in memory.
 
     parts: the parts of which the user gives a number to leave out; None: there is no such flag. samples: the default.
+    output: the content of the file that the user names; None: there is no file.
     """
     made = make_parser(
         command,
@@ -328,6 +335,10 @@ def make_ranker(
         metavar="SIZE",
         help="memory for activations and the block of weights that is being read (4GiB)",
     )
+    if output is not None:
+        group.add_argument(
+            "--output", required=True, type=local_word, metavar="FILE", help=f"{output}, as JSON"
+        )
     return made, group
 
 

@@ -1,6 +1,5 @@
 """Flags of `megatron-lite rank-channels`."""
 
-from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, command, make_ranker
 
 EXAMPLES = """  megatron-lite rank-channels Llama-3.1-8B --data chats.jsonl --ffn-hidden-size 9216 --hidden-size 3072 --output kept.json
@@ -10,13 +9,14 @@ EXAMPLES = """  megatron-lite rank-channels Llama-3.1-8B --data chats.jsonl --ff
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made, group = make_ranker(
+    made, _ = make_ranker(
         "rank-channels",
         "Measure how much each channel of hidden states and of MLPs adds, to make a model narrower with `megaconv convert "
         "--keep-channels`.",
         EXAMPLES,
         parts=None,
         samples=64,
+        output="the channels that stay",
     )
     sizes = made.add_argument_group("sizes that the model gets; give one or more")
     for flag, channels in (
@@ -26,13 +26,6 @@ def parser() -> Parser:
         ("--moe-shared-expert-intermediate-size", "each shared expert"),
     ):
         sizes.add_argument(flag, type=int, metavar="N", help=f"channels of {channels}")
-    group.add_argument(
-        "--output",
-        required=True,
-        type=local_word,
-        metavar="FILE",
-        help="the channels that stay, as JSON",
-    )
     return made
 
 

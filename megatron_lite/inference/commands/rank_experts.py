@@ -1,6 +1,5 @@
 """Flags of `megatron-lite rank-experts`."""
 
-from megaconv.local_paths import local_word
 from megatron_lite.inference.flags import Parser, command, make_ranker
 
 EXAMPLES = """  megatron-lite rank-experts Qwen3-30B-A3B --data chats.jsonl --leave-out 32 --output kept.json
@@ -10,19 +9,13 @@ EXAMPLES = """  megatron-lite rank-experts Qwen3-30B-A3B --data chats.jsonl --le
 
 def parser() -> Parser:
     """Return the parser of the command."""
-    made, group = make_ranker(
+    made, _ = make_ranker(
         "rank-experts",
         "Measure how much each expert adds to the output of its layer, to leave experts out with `megaconv convert --keep-experts`.",
         EXAMPLES,
         parts="experts of each layer",
         samples=64,
-    )
-    group.add_argument(
-        "--output",
-        required=True,
-        type=local_word,
-        metavar="FILE",
-        help="the experts that stay, and the scores of all, as JSON",
+        output="the experts that stay, and the scores of all",
     )
     return made
 

@@ -1,14 +1,12 @@
 """`megatron-lite rank-channels`: its file is read by `convert --keep-channels`, and channels that add nothing can go without effect."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import megaconv
@@ -16,6 +14,7 @@ from megatron_lite.inference.channel_ranking import kept
 from megatron_lite.processes import launch
 from tests.models import write_llama
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
+from tests.trainer.inference.damaged_models import with_nan
 from tests.trainer.inference.test_commands import run
 
 pytestmark = pytest.mark.oracle
@@ -160,13 +159,9 @@ def test_sizes_that_a_model_does_not_have_are_refused_before_anything_is_measure
 def test_weights_that_are_not_finite_are_refused(
     model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(model, tmp_path / "nan")
-    file = tmp_path / "nan" / "model.safetensors"
-    weights = load_file(file)
-    weights["model.layers.1.mlp.experts.2.down_proj.weight"][0, 0] = torch.nan
-    save_file(weights, file, metadata={"format": "pt"})
+    nan = with_nan(model, tmp_path / "nan", "model.layers.1.mlp.experts.2.down_proj.weight")
     output = tmp_path / "kept.json"
-    words = [tmp_path / "nan", "--data", texts, "--output", output, *ALL_MLPS]
+    words = [nan, "--data", texts, "--output", output, *ALL_MLPS]
     assert run("rank-channels", *words) != 0
     assert "layers.1.mlp.experts.2 computes NaN or infinite values" in capsys.readouterr().err
     assert not output.exists()

@@ -1,7 +1,6 @@
 """`megatron-lite rank-experts`: its file is read by `convert --keep-experts`, and experts without a token can go without effect."""
 
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import megaconv
@@ -17,6 +15,7 @@ from megaconv.model.subjects import Experts
 from megatron_lite.inference.expert_ranking import kept
 from megatron_lite.processes import launch
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
+from tests.trainer.inference.damaged_models import with_nan
 from tests.trainer.inference.test_commands import run
 
 pytestmark = pytest.mark.oracle
@@ -184,13 +183,9 @@ def test_a_mixture_of_dense_layers_alone_is_refused(
 def test_weights_that_are_not_finite_are_refused(
     model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(model, tmp_path / "nan")
-    file = tmp_path / "nan" / "model.safetensors"
-    weights = load_file(file)
-    weights["model.layers.1.mlp.experts.5.down_proj.weight"][0, 0] = torch.nan
-    save_file(weights, file, metadata={"format": "pt"})
+    nan = with_nan(model, tmp_path / "nan", "model.layers.1.mlp.experts.5.down_proj.weight")
     output = tmp_path / "kept.json"
-    assert run("rank-experts", tmp_path / "nan", "--data", texts, "--output", output) != 0
+    assert run("rank-experts", nan, "--data", texts, "--output", output) != 0
     assert "layers.1 computes NaN or infinite values" in capsys.readouterr().err
     assert not output.exists()
 

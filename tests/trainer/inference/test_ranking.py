@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -22,6 +21,7 @@ from megaconv import hub
 from megatron_lite.inference.ranking import ranges
 from megatron_lite.processes import launch
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
+from tests.trainer.inference.damaged_models import with_nan
 from tests.trainer.inference.test_commands import run
 from tests.trainer.multimodal import create
 
@@ -168,12 +168,8 @@ def test_wrong_numbers_are_refused(
 def test_weights_that_are_not_finite_are_refused(
     model: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(model, tmp_path / "nan")
-    file = tmp_path / "nan" / "model.safetensors"
-    weights = load_file(file)
-    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = torch.nan
-    save_file(weights, file, metadata={"format": "pt"})
-    assert run("rank-layers", tmp_path / "nan", "--data", texts) != 0
+    nan = with_nan(model, tmp_path / "nan", "model.layers.1.mlp.down_proj.weight")
+    assert run("rank-layers", nan, "--data", texts) != 0
     assert "layer 1 computes NaN or infinite values" in capsys.readouterr().err
 
 
