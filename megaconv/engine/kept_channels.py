@@ -39,6 +39,8 @@ NAMES = {
 """Fields -> what has these channels, for lines."""
 _ALTERNATING = "2*moe_ffn"
 """An axis of an expert whose rows are those of its two first matrices by turns."""
+_ROOTS = ("embedding_scale", "head.divisor")
+"""Fields that are the root of the hidden size in some families."""
 Channels = Mapping[str, Sequence[int]]
 """`hidden`, or the canonical name of an MLP -> the channels that stay."""
 _Selected = Mapping[Key, Sequence[int]]
@@ -178,7 +180,8 @@ def _config(
 ) -> ModelConfig:
     """The configuration of the model. Raises NotExpressible if no such model is possible."""
     has_own_widths = any(kind.ffn is not None for kind in config.layers)
-    if "mlp.ffn" in sizes and has_own_widths:
+    has_encoder_width = any("encoder_ffn" in of_tensor for of_tensor in axes.values())
+    if "mlp.ffn" in sizes and (has_own_widths or has_encoder_width):
         raise NotExpressible(
             f"{_OPTION}: layers of this {config.family} have MLPs of other widths; keep the channels of MLPs"
         )
@@ -197,9 +200,21 @@ def _following(
     has_dense = "ffn" in mlps(axes).values()
     if not has_dense and "experts.ffn" in sizes and config.mlp.ffn == config.experts.ffn:
         found["mlp.ffn"] = sizes["experts.ffn"]  # a width that no tensor has
-    if HIDDEN in sizes and config.embedding_scale == math.sqrt(config.hidden):
-        found["embedding_scale"] = math.sqrt(sizes[HIDDEN])
+    for field in _ROOTS if HIDDEN in sizes else ():
+        value = value_of(config, field)
+        if value == math.sqrt(config.hidden) and not _is_stated(config, field):
+            found[field] = math.sqrt(sizes[HIDDEN])
     return found
+
+
+def _is_stated(config: ModelConfig, field: str) -> bool:
+    """True if a config.json of the family states a field, False if its class computes the field with the hidden size."""
+    another = changed(config, {field: value_of(config, field) + 1})
+    try:
+        family(config.family).write_hf(another)
+    except NotExpressible:
+        return False
+    return True
 
 
 def _own_config(made: ModelConfig) -> Mapping[str, Any] | None:

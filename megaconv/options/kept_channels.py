@@ -49,10 +49,25 @@ def kept_channels(given: str | Path | Mapping[str, Iterable[int]] | KeptChannels
     if isinstance(given, KeptChannels):
         return given
     if isinstance(given, Mapping):
-        return KeptChannels(
-            {place: rising(channel_numbers(given[place]), place, _FILE.part) for place in given}
-        )
+        return KeptChannels({place: _numbers(given[place], place) for place in _named(given)})
     path = local_path(given)
     if not path.is_file():
         raise UsageError(f"{path}: is no file; write one with `{_FILE.command}`")
     return KeptChannels(_FILE.read(path))
+
+
+def _named(given: Mapping[str, Iterable[int]]) -> Iterable[str]:
+    """The names. Raises UsageError if there are none, or others than of channels."""
+    if not given:
+        raise UsageError("{}: names no channels; leave the option out to keep all")
+    for place in given:
+        if not _FILE.places.fullmatch(place):
+            raise UsageError(f"{place!r:.80}: expected names such as {_FILE.examples}")
+    return given
+
+
+def _numbers(numbers: Iterable[int], place: str) -> Sequence[int]:
+    found = channel_numbers(numbers)
+    if not found or min(found) < 0:
+        raise UsageError(f"{place}: expected a list of numbers from 0")
+    return rising(found, place, _FILE.part)

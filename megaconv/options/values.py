@@ -133,8 +133,8 @@ def expert_numbers(text: str | Iterable[int]) -> tuple[int, ...]:
 
 
 def channel_numbers(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Numbers of channels, as above."""
-    return _numbers(numbers, "channels")
+    """Numbers of channels as a tuple. Raises TypeError for a value that isn't an integer."""
+    return tuple(_whole(each, "channels") for each in numbers)
 
 
 _MOST_NUMBERS = 10_000

@@ -147,10 +147,11 @@ def _watched(engine: Engine, counted: Counted) -> Iterator[_Watch]:
         path, _, parameter = info.name.rpartition(".")
         matrix = network.get_submodule(path)
         name = next(iter(info.native.parts))
+        if parameter != "weight" or not hasattr(matrix, "product"):
+            continue
         columns = axes[name][-1]
         reads_mlp = columns in WIDTHS
-        is_product = parameter == "weight" and hasattr(matrix, "product")
-        if is_product and (reads_mlp or is_hidden(columns, engine.config)):
+        if reads_mlp or is_hidden(columns, engine.config):
             counts = rows_of.get(path.rpartition(".")[0], of_pass)
             yield _Watch(name, mlp_of(name) if reads_mlp else None, matrix, counts)
 

@@ -41,9 +41,7 @@ def introduce(
     if saves and start is not None:
         _point_out(run, start)
     if run.config.mtp_layers and not run.engine.criterion.trains_mtp:
-        run.say(
-            "MTP layers keep their values, without gradients and optimizer state: this objective trains the next token alone"
-        )
+        _introduce_resting(run, start)
     if adapters is not None:
         _introduce_adapters(run, adapters)
         _introduce_rows(run, adapters.options, tokenizer)
@@ -53,6 +51,16 @@ def introduce(
             run.say(f"changed since the checkpoint: {name} {then} -> {now}")
     if continues and former_dtype is not None:
         _mention_precision(run, former_dtype)
+
+
+def _introduce_resting(run: Run, start: Start | None) -> None:
+    run.say(
+        "MTP layers keep their values, without gradients and optimizer state: this objective trains the next token alone"
+    )
+    if start is not None and start.with_optimizer and run.engine.options.lora is None:
+        run.say(
+            "their optimizer state in the checkpoint isn't kept: a later run on all layers begins with moments of 0 there"
+        )
 
 
 def _introduce_model(run: Run) -> None:

@@ -388,5 +388,80 @@ def test_python_takes_numbers_by_name() -> None:
     assert str(kept_channels({"hidden": [2, 0]})) != str(kept_channels({"hidden": [2, 1]}))
     with pytest.raises(TypeError, match="channels"):
         kept_channels({"hidden": [0.5]})  # type: ignore[list-item]
-    with pytest.raises(UsageError, match="channels"):
-        kept_channels({"hidden": [-1]})
+    wrong: list[tuple[dict[str, list[int]], str]] = [
+        ({"hidden": [-1]}, "hidden: expected a list of numbers from 0"),
+        ({"hidden": []}, "hidden: expected a list of numbers from 0"),
+        ({}, "names no channels"),
+        ({"hid\nden": [0]}, "expected names such as hidden or layers.3.mlp"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(UsageError, match=message):
+            kept_channels(given)
+
+
+@pytest.mark.oracle
+def test_a_factor_that_a_config_json_states_stays(tmp_path: Path) -> None:
+    """Granite's factor of the embedding is a key of its own. Here it is the root of the hidden size by chance."""
+    oracle.create(ALL["granite"], tmp_path / "hf", embedding_multiplier=8.0)
+    megaconv.convert(
+        tmp_path / "hf", tmp_path / "out", saver="hf", keep_channels={"hidden": range(48)}
+    )
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert made["embedding_multiplier"] == 8.0
+
+
+@pytest.mark.oracle
+def test_the_factor_of_a_tied_head_follows_the_hidden_size(tmp_path: Path) -> None:
+    """The first T5 multiplies the states before its head by 1 / sqrt(d_model)."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "d_model": 64,
+        "d_kv": 8,
+        "d_ff": 96,
+        "num_layers": 2,
+        "num_heads": 4,
+        "vocab_size": 60,
+    }
+    torch.manual_seed(0)
+    whole = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    whole.save_pretrained(tmp_path / "hf")
+    kept = {"hidden": some(Random(1), 64)}
+    megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", keep_channels=kept)
+    small = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "out")
+    shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
+    expected = transformers.T5ForConditionalGeneration(small.config)
+    expected.load_state_dict(
+        {
+            name: _narrowed(tensor, shapes[name], 64, kept["hidden"])
+            for name, tensor in whole.state_dict().items()
+        }
+    )
+    tokens = {"input_ids": torch.arange(2, 9)[None], "decoder_input_ids": torch.arange(3, 8)[None]}
+    with torch.inference_mode():
+        found, logits = (model.eval()(**tokens).logits for model in (small, expected))
+    torch.testing.assert_close(found, logits, rtol=0, atol=0)
+
+
+@pytest.mark.oracle
+def test_mlps_of_an_encoder_with_a_width_of_its_own_are_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24,
+    }
+    heads = {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "vocab_size": 60,
+        "max_position_embeddings": 16,
+    }
+    transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**sizes, **heads)
+    ).save_pretrained(tmp_path / "hf")
+    config = megaconv.open(tmp_path / "hf").config
+    kept = {mlp: range(8) for mlp in sizes_of_mlps(config)}
+    with pytest.raises(NotExpressible, match="MLPs of other widths; keep the channels of MLPs"):
+        megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", keep_channels=kept)

@@ -16,17 +16,27 @@ from tests.trainer.forward.test_expert_scores import ALL, ROWS, passes
 from tests.trainer.forward.test_streaming import streamed, weights_of
 from tests.trainer.parallel.small import Case, make_engine
 
+QUICK = ("apertus", "llama", "deepseek_v3")
 EACH = [
-    pytest.param(name, marks=[] if name in ("llama", "deepseek_v3") else [pytest.mark.slow])
-    for name in ("llama", "deepseek_v3", "qwen2_moe", "glm4_moe", "mixtral", "olmo2", "qwen3")
+    pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for name in (
+        "apertus",
+        "llama",
+        "deepseek_v3",
+        "qwen2_moe",
+        "glm4_moe",
+        "mixtral",
+        "olmo2",
+        "qwen3",
+    )
 ]
 READ_HIDDEN = (
     "q_proj", "q_a_proj", "kv_a_proj_with_mqa", "k_proj", "v_proj", "mlp.gate_proj", "mlp.up_proj", "shared_expert.gate_proj",
     "shared_experts.gate_proj", "shared_expert.up_proj", "shared_experts.up_proj",
 )  # fmt: skip
 """The ends of the names of transformers' matrices that read hidden states, but for experts."""
-FUSED = {"k_proj", "v_proj", "up_proj"}
-"""Matrices that are a part of another one here, whose input is seen once."""
+FUSED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Matrices that are a part of one matrix here, behind another one: their input is seen once."""
 
 
 class Seen:
@@ -67,7 +77,9 @@ class Seen:
         sublayers: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
         for name, inputs in self.inputs.items():
             words = name.split(".")
-            if name.endswith(READ_HIDDEN) and words[-1] not in FUSED:
+            first = FUSED.get(words[-1])
+            is_second = first is not None and ".".join([*words[:-1], first]) in self.inputs
+            if name.endswith(READ_HIDDEN) and not is_second:
                 sublayers[words[2], words[3]].append(torch.cat(inputs).square().sum(0))
         for name, calls in self.experts.items():
             words = name.split(".")

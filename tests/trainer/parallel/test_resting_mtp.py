@@ -198,12 +198,12 @@ def test_a_run_says_so_and_its_file_has_the_layers_of_its_start(words: str, tmp_
 
 
 SAVED = [
-    ("torch_dist", "--fp32", ""),
+    ("torch_dist", "", ""),
     ("torch", "--bf16 --use-distributed-optimizer", "--tp 2 --sequence-parallel"),
     ("torch_dist", "--bf16 --use-distributed-optimizer", "--pp 2"),
-    ("torch", "--fp32", "--pp 2"),
+    ("torch", "", "--pp 2"),
     ("torch_dist", "--bf16 --data-parallel-sharding-strategy optim_grads_params", ""),
-    ("torch_dist", "--fp32 --optimizer muon", ""),
+    ("torch_dist", "--optimizer muon", ""),
 ]  # fmt: skip
 
 
@@ -213,11 +213,12 @@ def test_checkpoints_have_optimizer_state_of_resting_layers_which_is_zero(
 ) -> None:
     """A run on all layers goes on from there, and so does another layout."""
     test_preference_runs.write_pairs(tmp_path)
-    small, trains = (words.replace("--fp32", precision) for words in (SMALL, TRAINS))
+    small, trains = (f"{words} {precision}" for words in (SMALL, TRAINS))
     launch_and_wait(tmp_path, 1, f"pretrain {small} --train-iters 2 --save a")
     written = f"--ckpt-format {ckpt_format} {layout}"
     command = f"pretrain {trains} {RUNS['pairs']} --load a --finetune --train-iters 2 {written}"
-    launch_and_wait(tmp_path, 2, f"{command} --save b --global-batch-size 4")
+    log = launch_and_wait(tmp_path, 2, f"{command} --save b --global-batch-size 4").log(0)
+    assert ("bfloat16" in log) == ("--bf16" in precision)
     found, start = (open_checkpoint(tmp_path / name) for name in ("b", "a"))
     assert found.slots.keys() == start.slots.keys()
     resting = [key for key in found.slots if key.name.startswith(MTP)]
