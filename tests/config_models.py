@@ -101,7 +101,7 @@ EXPERT_KEYS: dict[str, Raw] = {
     "llama4": {"num_local_experts": 6, "num_experts_per_tok": 1, "intermediate_size_mlp": 72, "moe_layers": [1, 3],
                "no_rope_layers": [1, 1, 0, 1]},
     "mellum": {**SHARED_KEYS, **MLP_KINDS, "num_local_experts": 6, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "head_dim": 4},
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 3, "rotary_dim": 3},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 5.0, "sliding_window": 16},
     "qwen2_moe": {
@@ -177,6 +177,7 @@ MISTRAL_YARN = {
 MIXED: Raw = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 5}
 MUSE_LAYERS = ["sliding_attention", "full_attention"] * 2
 OWN_KEYS: dict[str, Raw] = {
+    "helium": {"head_dim": 4},
     **{
         name: {"hidden_act": "gelu_pytorch_tanh"}
         for name in ("gemma", "gemma2", "gemma3_text", "vaultgemma")
@@ -990,8 +991,9 @@ def with_experts(draw: Draw, config: ModelConfig) -> ModelConfig:
         config = changed(config, {"mlp.ffn": moe_ffn, "layers.mlp": "experts"})
         if name == "minimax_m2":
             return changed(config, {"experts.score": "sigmoid", "experts.router_bias": True})
+        as_wide = {"hidden": config.attention.heads * config.attention.head_dim}
         return (
-            changed(config, {"experts.renormalize": draw(st.booleans())})
+            changed(config, {"experts.renormalize": draw(st.booleans()), **as_wide})
             if name == "olmoe"
             else config
         )
@@ -1233,7 +1235,10 @@ def configs(draw: Draw) -> ModelConfig:
             config, families()[name].assumed({"positions.scaling": config.positions.scaling})
         )
     if name == "helium":
-        return changed(config, {"positions.interleaved": True, "positions.scaling": None})
+        as_wide = {"hidden": config.attention.heads * config.attention.head_dim}
+        return changed(
+            config, {"positions.interleaved": True, "positions.scaling": None, **as_wide}
+        )
     if name == "youtu":
         return draw(with_latent_attention(config))
     if name == "qwen":

@@ -14,6 +14,7 @@ from megaconv.errors import TensorMismatch
 from megaconv.families import family
 from tests.config_models import raw_config
 from tests.transformers_oracle import CONVERTED, compute, create, load
+from tests.whole_models import load_class
 
 SHARD, TABLE = ".ngram_embedding.shard_", ".ngram_embedding.weight"
 HASHES = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
@@ -182,8 +183,9 @@ def test_transformers_computes_the_same_logits_from_a_whole_qwen4_exp(tmp_path: 
     model.save_pretrained(source)
     output = converted(source, tmp_path / "whole")
     assert_equal(weights_of(output), weights_of(source))
-    usual = {"dtype": torch.float32, "attn_implementation": "eager"}
-    before, after = (whole.from_pretrained(path, **usual).eval() for path in (source, output))
+    before, after = (
+        load_class(path, whole.__name__, attn_implementation="eager") for path in (source, output)
+    )
     image = image_inputs()
     assert torch.equal(after(**image).logits, before(**image).logits)
     converted(source, text, text_only=True)

@@ -127,8 +127,8 @@ def heads(
         written = {"num_attention_heads": sizes.heads, "num_key_value_heads": sizes.kv_heads}
         if as_wide and sizes.heads * sizes.head_dim != config.hidden:
             raise NotExpressible(
-                f"the model has {sizes.heads} heads of {sizes.head_dim} elements, and the class needs hidden_size / heads "
-                f"({config.hidden} / {sizes.heads})"
+                f"the model's attention.heads x attention.head_dim is {sizes.heads} x {sizes.head_dim}, and its class needs a hidden of "
+                f"as many channels, found {config.hidden}"
             )
         if own_size:
             written["head_dim"] = sizes.head_dim
