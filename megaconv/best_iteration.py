@@ -15,7 +15,6 @@ from formats.errors import CorruptCheckpoint
 from formats.opened import not_recorded
 from formats.regular_files import read_small
 from megaconv.errors import CheckpointError, UsageError
-from megaconv.local_paths import local_path
 from megaconv.store_inputs import is_store, parsed, writable_store
 
 if TYPE_CHECKING:
@@ -58,11 +57,6 @@ def with_best(place: str) -> str:
         return place
     run = _stored(given) if is_store(given) else _local(Path(given))
     return place if run is None else f"{run.place}/{_recorded(run)}"
-
-
-def local_checkpoint(place: str | Path) -> Path:
-    """Return the local path of a checkpoint, for `RUN/best` that of the best iteration. Raises CheckpointError."""
-    return local_path(with_best(str(local_path(place))))
 
 
 def _recorded(run: _Run) -> str:

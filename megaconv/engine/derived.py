@@ -4,9 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from megaconv.errors import UnsupportedInput
+from formats.wording import counted
+from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import Header, Key, Source, TensorInfo, main_dtype
+from megaconv.options.kept_file import Kept
 
 
 @runtime_checkable
@@ -43,6 +45,27 @@ def require_language_model(header: Header, place: str, asked: str) -> None:
     require_known(header, place, asked)
     if header.config.whole is not None:
         raise UnsupportedInput(f"{asked}: {place} is a multimodal model; add --text-only")
+
+
+def require_within(kept: Kept, count: int, part: str, asked: str, place: str) -> None:
+    """Raise UsageError for a number that there isn't. count: of all parts. part: such as `expert`. Others: as above."""
+    for name, numbers in kept.items():
+        if max(numbers) >= count:
+            raise UsageError(
+                f"{asked}: {name} of {place} has no {part} {max(numbers)!s:.20}; its {part}s are 0 to {count - 1}"
+            )
+
+
+def same_number(kept: Kept, part: str, asked: str) -> int:
+    """The number of parts that all keep. Raises UsageError if the numbers differ. Parameters: as above."""
+    by_size = sorted(kept, key=lambda name: len(kept[name]))
+    least, most = by_size[0], by_size[-1]
+    few, many = len(kept[least]), len(kept[most])
+    if few < many:
+        raise UsageError(
+            f"{asked}: {least} keeps {counted(few, part)} and {most} {many}; all must keep the same number"
+        )
+    return few
 
 
 def derived_header(

@@ -13,8 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from formats.tensor import LazyTensor
-from formats.wording import counted, listing
-from megaconv.engine.derived import derived_header, require_language_model
+from formats.wording import listing
+from megaconv.engine.derived import (
+    derived_header,
+    require_language_model,
+    require_within,
+    same_number,
+)
 from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -24,6 +29,7 @@ from megaconv.model.ir import Header, Key, Source, TensorInfo
 from megaconv.model.meaning import lost_fields, require_kept
 from megaconv.model.table import canonical_axes, canonical_shapes
 from megaconv.options.kept_channels import HIDDEN, KeptChannels
+from megaconv.options.kept_file import Kept
 from megaconv.values.selected import SelectedColumns, SelectedRows
 
 _OPTION = "--keep-channels"
@@ -41,8 +47,6 @@ _ALTERNATING = "2*moe_ffn"
 """An axis of an expert whose rows are those of its two first matrices by turns."""
 _ROOTS = ("embedding_scale", "head.divisor")
 """Fields that are the root of the hidden size in some families."""
-Channels = Mapping[str, Sequence[int]]
-"""`hidden`, or the canonical name of an MLP -> the channels that stay."""
 _Selected = Mapping[Key, Sequence[int]]
 
 
@@ -115,14 +119,17 @@ def mlp_of(name: str) -> str | None:
     return match and match["mlp"]
 
 
-def mlps(axes: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The canonical names of MLPs whose channels can be selected -> the sizes of their channels. axes: of all tensors."""
-    found: dict[str, str] = {}
+def places_of(axes: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """The places whose channels can be chosen: `hidden`, and MLPs by their canonical names -> the field that holds their size.
+
+    axes: of all tensors.
+    """
+    found = {HIDDEN: HIDDEN}
     for name, of_tensor in axes.items():
         mlp = mlp_of(name)
         widths = [axis for axis in of_tensor if axis in WIDTHS or axis == _ALTERNATING]
         if mlp and widths:
-            found[mlp] = widths[0].rpartition("*")[2]
+            found[mlp] = WIDTHS[widths[0].rpartition("*")[2]]
     return found
 
 
@@ -132,47 +139,24 @@ def is_hidden(axis: str, config: ModelConfig) -> bool:
 
 
 def _sizes(
-    config: ModelConfig, axes: Mapping[str, Sequence[str]], chosen: Channels, place: str
+    config: ModelConfig, axes: Mapping[str, Sequence[str]], chosen: Kept, place: str
 ) -> dict[str, int]:
     """Fields -> their new sizes. Raises UsageError."""
-    known = mlps(axes)
-    unknown = [name for name in chosen if name != HIDDEN and name not in known]
+    known = places_of(axes)
+    unknown = [name for name in chosen if name not in known]
     if unknown:
         raise UsageError(f"{_OPTION}: {place} has no {listing(unknown)}")
-    groups = {HIDDEN: [HIDDEN]} if HIDDEN in chosen else {}
+    by_field: dict[str, dict[str, Sequence[int]]] = {}
     for name in chosen:
-        if name != HIDDEN:
-            groups.setdefault(known[name], []).append(name)
-    for size in groups.keys() & WIDTHS.keys():
-        missing = [name for name, of in known.items() if of == size and name not in chosen]
+        by_field.setdefault(known[name], {})[name] = chosen[name]
+    for field, kept in by_field.items():
+        missing = [name for name, of in known.items() if of == field and name not in kept]
         if missing:
             raise UsageError(
                 f"{_OPTION}: says nothing of {listing(missing)}, which has the same width in {place}; name the channels of each of them"
             )
-    return {
-        WIDTHS.get(size, size): _size(
-            config, WIDTHS.get(size, size), {name: chosen[name] for name in names}, place
-        )
-        for size, names in groups.items()
-    }
-
-
-def _size(config: ModelConfig, field: str, chosen: Channels, place: str) -> int:
-    """The number of channels that all of these keep. Raises UsageError."""
-    by_size = sorted(chosen, key=lambda name: len(chosen[name]))
-    least, most = by_size[0], by_size[-1]
-    few, many = len(chosen[least]), len(chosen[most])
-    if few < many:
-        raise UsageError(
-            f"{_OPTION}: {least} keeps {counted(few, 'channel')} and {most} {many}; all must keep the same number"
-        )
-    width = value_of(config, field)
-    for name, numbers in chosen.items():
-        if numbers[-1] >= width:
-            raise UsageError(
-                f"{_OPTION}: {name} of {place} has no channel {numbers[-1]!s:.20}; its channels are 0 to {width - 1}"
-            )
-    return few
+        require_within(kept, value_of(config, field), "channel", _OPTION, place)
+    return {field: same_number(kept, "channel", _OPTION) for field, kept in by_field.items()}
 
 
 def _config(
@@ -197,7 +181,7 @@ def _following(
 ) -> dict[str, Any]:
     """Values that follow from the new sizes."""
     found: dict[str, Any] = {}
-    has_dense = "ffn" in mlps(axes).values()
+    has_dense = "mlp.ffn" in places_of(axes).values()
     if not has_dense and "experts.ffn" in sizes and config.mlp.ffn == config.experts.ffn:
         found["mlp.ffn"] = sizes["experts.ffn"]  # a width that no tensor has
     for field in _ROOTS if HIDDEN in sizes else ():
@@ -238,7 +222,7 @@ def _read(raw: Mapping[str, Any], made: ModelConfig) -> ModelConfig:
 
 
 def _selected(
-    config: ModelConfig, axes: Mapping[str, Sequence[str]], chosen: Channels
+    config: ModelConfig, axes: Mapping[str, Sequence[str]], chosen: Kept
 ) -> tuple[_Selected, _Selected]:
     """(the rows of tensors that stay, the columns)."""
     rows: dict[Key, Sequence[int]] = {}

@@ -9,7 +9,12 @@ from math import gcd
 
 from formats.tensor import LazyTensor
 from formats.wording import counted, listing
-from megaconv.engine.derived import derived_header, require_language_model
+from megaconv.engine.derived import (
+    derived_header,
+    require_language_model,
+    require_within,
+    same_number,
+)
 from megaconv.errors import NotExpressible, UnsupportedInput, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -17,7 +22,8 @@ from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
 from megaconv.model.layout import Layout
 from megaconv.model.subjects import RANKED_BY, Experts
 from megaconv.model.table import canonical_shapes
-from megaconv.options.kept_experts import EVERYWHERE, Kept
+from megaconv.options.kept_experts import EVERYWHERE
+from megaconv.options.kept_file import Kept
 from megaconv.values.selected import SelectedRows
 
 _OPTION = "--keep-experts"
@@ -95,11 +101,7 @@ def _by_layer(header: Header, chosen: Kept, place: str) -> dict[str, tuple[int, 
         )
     if unknown:
         raise UsageError(f"{_OPTION}: {listing(unknown)} of {place} has no experts")
-    for layer, experts in kept.items():
-        if max(experts) >= count:
-            raise UsageError(
-                f"{_OPTION}: {layer} of {place} has no expert {max(experts)!s:.20}; its experts are 0 to {count - 1}"
-            )
+    require_within(kept, count, "expert", _OPTION, place)
     return kept
 
 
@@ -112,7 +114,7 @@ def layers_with_experts(header: Header) -> list[str]:
 
 def _config(config: ModelConfig, kept: Mapping[str, Sequence[int]]) -> ModelConfig:
     """The configuration of the model. Raises UsageError if no such model is possible, and NotExpressible."""
-    size = _size(kept)
+    size = same_number(kept, "expert", _OPTION)
     for layer, experts in kept.items():
         require_routable(config.experts, experts, f"{_OPTION}: {layer}")
     made = replace(config, experts=replace(config.experts, count=size))
@@ -120,18 +122,6 @@ def _config(config: ModelConfig, kept: Mapping[str, Sequence[int]]) -> ModelConf
         return made
     own = family(config.family).config_json(made)
     return replace(made, hf=json.loads(own))
-
-
-def _size(kept: Mapping[str, Sequence[int]]) -> int:
-    """The number of experts of each layer. Raises UsageError if layers differ."""
-    by_size = sorted(kept, key=lambda layer: len(kept[layer]))
-    least, most = by_size[0], by_size[-1]
-    few, many = len(kept[least]), len(kept[most])
-    if few < many:
-        raise UsageError(
-            f"{_OPTION}: {least} keeps {counted(few, 'expert')} and {most} {many}; all layers must keep the same number"
-        )
-    return few
 
 
 def require_routable(experts: Experts, kept: Sequence[int], subject: str) -> None:

@@ -9,7 +9,8 @@ from megaconv.local_paths import local_path
 from megaconv.options.averaging import AverageMethod
 from megaconv.options.commands import CONVERSIONS, CONVERT, READERS, SERVE, WRITERS
 from megaconv.options.kept_channels import KeptChannels, kept_channels
-from megaconv.options.kept_experts import Kept, kept_experts
+from megaconv.options.kept_experts import kept_experts
+from megaconv.options.kept_file import Kept
 from megaconv.options.model_shares import ModelShare, model_shares
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, inner, normalize, option
 from megaconv.options.reading import LoadOptions

@@ -11,7 +11,7 @@ from pathlib import Path
 from formats.wording import counted
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
-from megaconv.options.kept_file import KeptFile, rising
+from megaconv.options.kept_file import Kept, KeptFile, rising
 from megaconv.options.values import channel_numbers
 
 HIDDEN = "hidden"
@@ -29,8 +29,8 @@ _FILE = KeptFile(
 class KeptChannels:
     """The channels that stay."""
 
-    numbers: Mapping[str, Sequence[int]]
-    """`hidden`, or the canonical name of an MLP -> the numbers of its channels, in rising order."""
+    numbers: Kept
+    """By `hidden` or the canonical name of an MLP."""
 
     def __str__(self) -> str:
         """A short text that identifies these channels."""

@@ -5,18 +5,16 @@
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megaconv.errors import UsageError
 from megaconv.local_paths import local_path
-from megaconv.options.kept_file import KeptFile, rising
+from megaconv.options.kept_file import Kept, KeptFile, rising
 from megaconv.options.values import expert_numbers
 
 EVERYWHERE = "all layers"
 """The entry for experts that are the same in all layers."""
-Kept = Mapping[str, Sequence[int]]
-"""Layers, such as `layers.3` or `mtp.0` -> the numbers of their experts that stay, in rising order."""
 _FILE = KeptFile(
     part="expert",
     holds="the experts of each layer",

@@ -1,7 +1,7 @@
 """Files that say which parts of a model stay: `{"keep": {"layers.3": [0, 2, 5]}}`. The ranking commands of the trainer write them."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +12,9 @@ from megaconv.errors import CorruptCheckpoint, UsageError
 
 KEEP = "keep"
 """The key of such a file under which the parts are."""
+
+Kept = Mapping[str, Sequence[int]]
+"""Layers, MLPs or others by name -> the numbers of their parts that stay, such as experts, in rising order."""
 
 
 @dataclass(frozen=True)

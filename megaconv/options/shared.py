@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from megaconv.local_paths import local_path
 from megaconv.options.option import INPUT_AND_OUTPUT
 from megaconv.options.values import pairs
 
 
 def local_checkpoint(given: str | Path) -> Path:
-    """A local checkpoint; see best_iteration.local_checkpoint."""
-    from megaconv import best_iteration  # it reads files, which --help doesn't
+    """The local path of a checkpoint, for `RUN/best` that of the best iteration. Raises CheckpointError."""
+    from megaconv.best_iteration import with_best  # it reads files, which --help doesn't
 
-    return best_iteration.local_checkpoint(given)
+    return local_path(with_best(str(local_path(given))))
 
 
 CONFIG: dict[str, Any] = {

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from formats.lazy_numpy import np
+from formats.lazy_numpy import Counts, np
 from formats.tensor import ITEMSIZE, Box, Bytes, ComputedTensor, Shape
 from megaconv.values.scaled import read_bytes
 
@@ -59,13 +59,16 @@ class SelectedColumns(ComputedTensor):
     def read_into(self, box: Box, out: Bytes) -> None:
         if not box.cols:
             return
-        itemsize = ITEMSIZE[self.dtype]
-        wanted = np.asarray(self.columns[box.col0 : box.col1])
-        first, last = int(wanted[0]), int(wanted[-1]) + 1
-        step = max(1, _READ_BYTES // ((last - first) * itemsize))
+        columns = np.asarray(self.columns[box.col0 : box.col1])
+        first, last = int(columns[0]), int(columns[-1]) + 1
+        step = max(1, _READ_BYTES // ((last - first) * ITEMSIZE[self.dtype]))
         for row in range(box.row0, box.row1, step):
-            band = Box(row, min(row + step, box.row1), first, last)
-            read = read_bytes(self.source, band, itemsize)
-            chosen = read.view(f"V{itemsize}").take(wanted - first, axis=1)
-            place = row - box.row0
-            out[place : place + band.rows] = chosen.view(np.uint8)
+            end = min(row + step, box.row1)
+            band = Box(row, end, first, last)
+            self._read_band(band, columns - first, out[row - box.row0 : end - box.row0])
+
+    def _read_band(self, band: Box, places: Counts, out: Bytes) -> None:
+        """Fill out with some columns of a rectangle of the other matrix, by their places in it."""
+        itemsize = ITEMSIZE[self.dtype]
+        elements = read_bytes(self.source, band, itemsize).view(f"V{itemsize}")
+        out[:] = elements.take(places, axis=1).view(np.uint8)

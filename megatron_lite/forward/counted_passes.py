@@ -27,6 +27,10 @@ class Counted:
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
     """bool [tokens, batch]."""
 
+    def rows(self) -> Tensor:
+        """Return bool [tokens x batch]: the same for matrices that read each token."""
+        return self.tokens.flatten()
+
     def run_all(self, engine: Engine, passes: Iterable[Microbatch]) -> int:
         """Compute all passes without gradients. Return the number of tokens that count."""
         tokens = 0
@@ -74,7 +78,7 @@ class CountedDispatch(ABC):
         numbers: RowNumbers,
     ) -> Tensor:
         """See dispatch.by_exchange."""
-        counted = self._counted.tokens.flatten().to(weights.device)
+        counted = self._counted.rows().to(weights.device)
         self.see_choices(chosen[counted], count)
 
         def computed(rows: Tensor, scales: Tensor, counts: list[int]) -> Tensor:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from formats.whole_file import write_whole
 from formats.wording import counted
-from megaconv.engine.kept_channels import NAMES, WIDTHS, mlps, with_kept_channels
+from megaconv.engine.kept_channels import NAMES, places_of, with_kept_channels
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -27,11 +27,11 @@ from megatron_lite.inference.opening import OpenedEngine
 
 SIZES = {
     "hidden_size": HIDDEN,
-    "ffn_hidden_size": "ffn",
-    "moe_ffn_hidden_size": "moe_ffn",
-    "moe_shared_expert_intermediate_size": "shared_ffn",
+    "ffn_hidden_size": "mlp.ffn",
+    "moe_ffn_hidden_size": "experts.ffn",
+    "moe_shared_expert_intermediate_size": "experts.shared_ffn",
 }
-"""Flags -> the sizes that they give."""
+"""Flags -> the fields that they give."""
 _STATES = 4
 """Copies of hidden states in float32 that a measurement needs."""
 
@@ -68,38 +68,40 @@ def main(given: argparse.Namespace) -> None:
     output = output_file(given)
 
     def work(opened: OpenedEngine) -> None:
-        sizes = _sizes(given, opened.config)
-        _require_expressible(opened, given.load, sizes)
-        scores = measure(opened.engine, read_passes(given, opened, _STATES))
-        ranking = _ranking(scores, sizes, _mlps(opened.config))
+        config = opened.config
+        places = places_of(canonical_axes(family(config.family).rows, config))
+        sizes = _sizes(given, config, set(places.values()))
+        fields = {name: field for name, field in places.items() if field in sizes}
+        _require_expressible(opened, given.load, {name: sizes[fields[name]] for name in fields})
+        passes = read_passes(given, opened, _STATES)
+        ranking = _ranking(measure(opened.engine, passes, sizes), fields, sizes)
         write_whole(output, (json.dumps(ranking.to_json()) + "\n").encode())
         for line in ranking.lines():
             show(line)
-        for size, count in sizes.items():
-            field = WIDTHS.get(size, size)
-            before = value_of(opened.config, field)
-            show(f"{output}: {count} of {before} channels of {NAMES[field]}")
+        for field, count in sizes.items():
+            show(f"{output}: {count} of {value_of(config, field)} channels of {NAMES[field]}")
         option = f"--keep-channels {shlex.quote(str(output))}"
         show(f"  {pruning(given.load, opened.start.inside_whole, option)}")
 
     measured("rank-channels", given, work)
 
 
-def _sizes(given: argparse.Namespace, config: ModelConfig) -> dict[str, int]:
-    """Return the sizes that were asked for. Raises UsageError, UnsupportedInput."""
+def _sizes(
+    given: argparse.Namespace, config: ModelConfig, known: Collection[str]
+) -> dict[str, int]:
+    """Return the sizes that were asked for, by field. known: fields of the model. Raises UsageError, UnsupportedInput."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SIZES}
     asked = {name: value for name in SIZES if (value := getattr(given, name)) is not None}
     if not asked:
         raise UsageError(
             f"rank-channels: give a size that the model gets: {', '.join(flags.values())}"
         )
-    known = {HIDDEN, *_mlps(config).values()}
     for name, value in asked.items():
         if SIZES[name] not in known:
             raise UnsupportedInput(
                 f"{flags[name]}: {given.load} has no such channels; leave the flag out"
             )
-        before = value_of(config, WIDTHS.get(SIZES[name], SIZES[name]))
+        before = value_of(config, SIZES[name])
         if not 0 < value < before:
             raise UsageError(
                 f"{flags[name]} {value}: {given.load} has {before} channels there; give a number from 1 to {before - 1}"
@@ -107,30 +109,22 @@ def _sizes(given: argparse.Namespace, config: ModelConfig) -> dict[str, int]:
     return {SIZES[name]: value for name, value in asked.items()}
 
 
-def _mlps(config: ModelConfig) -> dict[str, str]:
-    """Return the names of the MLPs -> the sizes of their channels."""
-    return mlps(canonical_axes(family(config.family).rows, config))
-
-
-def _require_expressible(opened: OpenedEngine, place: str, sizes: Mapping[str, int]) -> None:
-    """Raise what `convert --keep-channels` raises for the model, before anything is measured."""
+def _require_expressible(opened: OpenedEngine, place: str, counts: Mapping[str, int]) -> None:
+    """Raise what `convert --keep-channels` raises for the model, before anything is measured. counts: of channels by name."""
     source = OpenedSource(opened.start.header, opened.start.tensors)
-    names = {HIDDEN: HIDDEN, **_mlps(opened.config)}
-    first = {name: range(sizes[size]) for name, size in names.items() if size in sizes}
+    first = {name: range(count) for name, count in counts.items()}
     with_kept_channels(source, KeptChannels(first), place)
 
 
 def _ranking(
-    scores: ChannelScores, sizes: Mapping[str, int], known: Mapping[str, str]
+    measured: ChannelScores, fields: Mapping[str, str], sizes: Mapping[str, int]
 ) -> ChannelRanking:
-    """Choose the channels of the highest scores. known: see _mlps."""
-    found = {HIDDEN: scores.hidden, **scores.mlps}
-    names = {HIDDEN: HIDDEN, **known}
-    keep = {
-        name: kept(each, sizes[names[name]]) for name, each in found.items() if names[name] in sizes
+    """Choose the channels of the highest scores. fields: of the sizes of the measured places."""
+    keep = {name: kept(scores, sizes[fields[name]]) for name, scores in measured.scores.items()}
+    left_out = {
+        name: _share_left_out(scores, keep[name]) for name, scores in measured.scores.items()
     }
-    left_out = {name: _share_left_out(found[name], numbers) for name, numbers in keep.items()}
-    return ChannelRanking(keep, left_out, scores.tokens)
+    return ChannelRanking(keep, left_out, measured.tokens)
 
 
 def kept(scores: Tensor, count: int) -> list[int]:

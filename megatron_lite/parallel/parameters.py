@@ -90,6 +90,11 @@ def is_of_mtp(name: str) -> bool:
     return name.startswith(_MTP)
 
 
+def can_rest(name: str, kind: Kind) -> bool:
+    """Return whether a parameter is trained by the losses of further tokens alone. name: ParameterInfo.name."""
+    return is_of_mtp(name) and kind is not Kind.UNTRAINED
+
+
 def parameter_infos(
     declared: Mapping[str, Declaration],
     config: ModelConfig,

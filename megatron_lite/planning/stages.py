@@ -22,7 +22,7 @@ from megatron_lite.models.mixers.table import stays_in_float32
 from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import (
     ParameterInfo,
-    is_of_mtp,
+    can_rest,
     is_partial,
     rows_info,
     tied_along,
@@ -193,7 +193,7 @@ class Described:
     def _info(self, index: int, native: NativeTensor) -> ParameterInfo:
         """Return the facts that modules declare, but from the family's table. The table also covers models without modules."""
         kind, layout = kind_of(native, self.config), self.sizes.layout
-        rests = self.work.rests_mtp and is_of_mtp(native.name) and kind is not Kind.UNTRAINED
+        rests = self.work.rests_mtp and can_rest(native.name, kind)
         return ParameterInfo(
             index,
             native,

@@ -16,10 +16,11 @@ from megatron_lite.models.network_by_family import network
 from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel import comm
 from megatron_lite.parallel.grid import Grid
-from megatron_lite.parallel.parameter_kinds import Kind, declared
+from megatron_lite.parallel.parameter_kinds import declared
 from megatron_lite.parallel.parameters import (
     ParameterInfo,
     adapter_info,
+    can_rest,
     is_of_mtp,
     parameter_infos,
     replace_parameter,
@@ -77,11 +78,10 @@ def build_chunks(
 
 def _with_resting_mtp(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
     """Return the parameters, of which those of MTP layers keep their values without gradients and optimizer state."""
-    found = []
-    for info in infos:
-        rests = is_of_mtp(info.name) and info.kind is not Kind.UNTRAINED
-        found.append(replace(info, rests=True, frozen=True) if rests else info)
-    return found
+    return [
+        replace(info, rests=True, frozen=True) if can_rest(info.name, info.kind) else info
+        for info in infos
+    ]
 
 
 def _with_resting_adapters(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:

@@ -88,10 +88,10 @@ def limits_without_effect(settings: Settings) -> list[str]:
     grpo = settings.grpo
     if not grpo.grpo or grpo.num_iterations > 1:
         return []
-    names = [name for name in OF_CLIPPED if name in settings.given]
+    limits = set(OF_CLIPPED)
     if grpo.loss_type == "cispo" and (grpo.epsilon_high or 1) < 1:
-        names.remove("epsilon_high")  # a weight below 1 counts for a ratio of 1 too
-    return [flag_name(name) for name in sorted(names)]
+        limits.remove("epsilon_high")  # a weight below 1 counts for a ratio of 1 too
+    return [flag_name(name) for name in sorted(limits & set(settings.given))]
 
 
 def _limits(grpo: Grpo) -> Judged:

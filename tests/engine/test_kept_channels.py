@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megaconv
-from megaconv.engine.kept_channels import WIDTHS, mlps
+from megaconv.engine.kept_channels import places_of
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -42,8 +42,8 @@ Kept = Mapping[str, Sequence[int]]
 
 def sizes_of_mlps(config: ModelConfig) -> dict[str, int]:
     """The names of all MLPs -> their widths."""
-    found = mlps(canonical_axes(family(config.family).rows, config))
-    return {name: value_of(config, WIDTHS[size]) for name, size in found.items()}
+    found = places_of(canonical_axes(family(config.family).rows, config))
+    return {name: value_of(config, field) for name, field in found.items() if name != "hidden"}
 
 
 def some(random: Random, count: int, unit: int | None = None) -> list[int]:

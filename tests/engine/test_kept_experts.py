@@ -299,7 +299,7 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ("0,0,1", 2, "0,0,1: names expert 0 twice"),
         ("nowhere.json", 2, "nowhere.json: is neither a list of experts, such as 0-47,60, nor a file"),
         ("", 2, "is neither a list of experts"),
-        ({**OTHERS, "layers.3": [0, 1]}, 2, "layers.3 keeps 2 experts and mtp.0 4; all layers must keep"),
+        ({**OTHERS, "layers.3": [0, 1]}, 2, "layers.3 keeps 2 experts and mtp.0 4; all must keep"),
         ({"layers.2": [0, 1]}, 2, "says nothing of layers.3, mtp.0, which has experts in {} too"),
         ({**OTHERS, "layers.1": [0, 1, 2, 3]}, 2, "layers.1 of {} has no experts"),
         ({"layer 2": [0, 1]}, 3, "expected names such as layers.3 or mtp.0 in place of 'layer 2'"),

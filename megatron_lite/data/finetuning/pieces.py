@@ -62,7 +62,7 @@ class PairPieces(Pieces):
     numbers: NDArray[np.int64]
     """[pairs]: the number of each pair among all pairs of the examples."""
     reads_last: bool = False
-    """Whether the model reads the last token of a piece too, because this token gets the score."""
+    """True if the model reads the last token of a piece too, because this token gets the score."""
 
     @property
     def read_ends(self) -> NDArray[np.int64]:

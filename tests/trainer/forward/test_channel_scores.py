@@ -16,6 +16,7 @@ from tests.trainer.forward.test_expert_scores import ALL, ROWS, passes
 from tests.trainer.forward.test_streaming import streamed, weights_of
 from tests.trainer.parallel.small import Case, make_engine
 
+FIELDS = ("hidden", "mlp.ffn", "experts.ffn", "experts.shared_ffn")
 QUICK = ("apertus", "llama", "deepseek_v3")
 EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
@@ -108,15 +109,19 @@ def test_scores_are_those_of_transformers_inputs(name: str, tmp_path: Path) -> N
     seen = Seen(tmp_path)
     for together in (1, len(ROWS)):
         engine = streamed(*weights_of(tmp_path))
-        found = measure(engine, passes(engine, together))
+        found = measure(engine, passes(engine, together), FIELDS)
         assert found.tokens == sum(len(row) - 1 for row in ROWS)
-        of_layers = {mlp: scores for mlp, scores in found.mlps.items() if mlp.startswith("layers.")}
+        of_layers = {
+            mlp: scores for mlp, scores in found.scores.items() if mlp.startswith("layers.")
+        }
         assert of_layers
         for mlp, scores in of_layers.items():
             torch.testing.assert_close(
                 scores.float(), seen.expected(mlp), rtol=1e-4, atol=1e-6, msg=mlp
             )
-        torch.testing.assert_close(found.hidden.float(), seen.of_hidden(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            found.scores["hidden"].float(), seen.of_hidden(), rtol=1e-4, atol=1e-6
+        )
 
 
 MODELS = ("mixtral", "gpt_oss", "llama4", "gemma4", "hybrid", "laguna", "beam", "further tokens")
@@ -126,12 +131,19 @@ MODELS = ("mixtral", "gpt_oss", "llama4", "gemma4", "hybrid", "laguna", "beam", 
 def test_padding_and_other_passes_change_no_score(model: str) -> None:
     """Biases of experts, weights on their input, norms of their own, experts in a latent width, MTP layers."""
     one, together = (_measured(model, rows) for rows in (1, len(ROWS)))
-    assert list(one.mlps) == list(together.mlps)
-    for mlp, scores in one.mlps.items():
-        torch.testing.assert_close(scores, together.mlps[mlp], rtol=1e-4, atol=1e-6, msg=mlp)
-    torch.testing.assert_close(one.hidden, together.hidden, rtol=1e-4, atol=1e-6)
+    assert list(one.scores) == list(together.scores)
+    for place, scores in one.scores.items():
+        torch.testing.assert_close(scores, together.scores[place], rtol=1e-4, atol=1e-6, msg=place)
 
 
 def _measured(model: str, together: int) -> ChannelScores:
     engine: Engine = make_engine(Case(model))
-    return measure(engine, passes(engine, together))
+    return measure(engine, passes(engine, together), FIELDS)
+
+
+def test_only_the_channels_of_the_asked_sizes_are_measured() -> None:
+    engine = make_engine(Case("mixtral"))
+    found = measure(engine, passes(engine, 1), ["experts.ffn"])
+    assert set(found.scores) == {f"layers.{n}.mlp.experts.{e}" for n in range(4) for e in range(4)}
+    engine = make_engine(Case("mixtral"))
+    assert set(measure(engine, passes(engine, 1), ["hidden"]).scores) == {"hidden"}

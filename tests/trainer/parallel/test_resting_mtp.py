@@ -231,6 +231,7 @@ def test_checkpoints_have_optimizer_state_of_resting_layers_which_is_zero(
     again = command.replace(layout, "").replace("--train-iters 2", "--train-iters 3")
     log = launch_and_wait(tmp_path, 1, f"{again} --save b --resume --global-batch-size 4").log(0)
     assert "continuing after step 2" in log
+    assert "their optimizer state in the checkpoint isn't kept" in log
     further = f"pretrain {small} --load b --train-iters 4 --save c"
     log = launch_and_wait(tmp_path, 1, further).log(0)
     assert "continuing after step 3" in log

@@ -32,10 +32,11 @@ def measured(model: str, device: torch.device) -> Measured:
     layers = influence.measure(engine, passes, 1).layers
     experts = expert_scores.measure(engine, passes).layers
     tokens = {layer: list(found.tokens) for layer, found in experts.items()}
-    channels = channel_scores.measure(engine, passes)
+    fields = ("hidden", "mlp.ffn", "experts.ffn", "experts.shared_ffn")
+    channels = channel_scores.measure(engine, passes, fields)
     scores = {layer: found.scores for layer, found in experts.items()}
-    scores |= {mlp: found.tolist() for mlp, found in channels.mlps.items()}
-    return list(layers), tokens, scores | {"hidden": channels.hidden.tolist()}
+    scores |= {place: found.tolist() for place, found in channels.scores.items()}
+    return list(layers), tokens, scores
 
 
 def _on_both(_rank: int, model: str) -> Any:
