@@ -19,7 +19,7 @@ def of_other_tokens(run: Run, kind: LayerKind, mixer: MixerCost, forward: int) -
     states = mixer.channels_of_states(run.config, run.layout.tp * run.cp)
     if states:
         exchanged = run.tokens * states / run.layout.tp * run.itemsize
-        yield "cp", "all_to_all", exchanged * (forward + 1)
+        yield "cp", "all_to_all", exchanged * (forward + run.backward)
     if mixer.has_indexer:
         yield (
             "cp",
@@ -55,7 +55,7 @@ def _of_gathered_keys(run: Run, kind: LayerKind, forward: int) -> Iterator[Count
     width = attention.head_dim + (run.config.latent.v_dim or attention.value_dim)
     whole = run.cp * run.tokens * attention.kv_heads / run.layout.tp * width * run.itemsize
     yield "cp", "all_gather", whole * forward
-    yield "cp", "reduce_scatter", whole
+    yield "cp", "reduce_scatter", whole * run.backward
 
 
 def _of_attention(run: Run, kind: LayerKind, forward: int) -> Iterator[Counted]:
@@ -69,18 +69,18 @@ def _of_attention(run: Run, kind: LayerKind, forward: int) -> Iterator[Counted]:
     has_levels = near > 1
     kv_heads = attention.kv_heads // tp
     keys = run.tokens * kv_heads * attention.head_dim
-    passes = forward + 1
+    passes = forward + run.backward
     if method in ("p2p", "a2a+p2p"):
         # With `near` ranks, a rank has `near` times the tokens and 1/near of the heads.
         far = cp // near
         keys_sent = run.itemsize * (far - 1) * passes
-        gradients_sent = FLOAT32 * far
+        gradients_sent = FLOAT32 * far * run.backward
         sent = 2 * keys * (keys_sent + gradients_sent)
         yield "cp_far" if has_levels else "cp", "send", sent
     if method == "all_gather":
         whole = 2 * keys * cp
         yield "cp", "all_gather", whole * run.itemsize * passes
-        yield "cp", "reduce_scatter", whole * FLOAT32
+        yield "cp", "reduce_scatter", whole * FLOAT32 * run.backward
     if method in ("a2a", "a2a+p2p"):
         heads = attention.heads // tp
         v_dim = run.config.latent.v_dim or attention.value_dim

@@ -69,6 +69,8 @@ class Run:
     overlaps_gather: bool = True
     """True if parameters are gathered during the passes (--overlap-param-gather)."""
     vocab_divisor: int = 128
+    trains: bool = True
+    """False for a model that is computed without gradients, such as a teacher."""
     frozen: bool = False
     """True if the model's weights have no gradients, because only adapters are trained."""
     trains_embedding: bool = False
@@ -91,6 +93,11 @@ class Run:
     def adapters_of(self, kind: LayerKind) -> LayerAdapters:
         """Return the adapters of a layer of this kind."""
         return dict(self.adapters).get(kind, NO_ADAPTERS)
+
+    @property
+    def backward(self) -> int:
+        """Backward passes of a microbatch: 1, or 0 for a model that isn't trained."""
+        return int(self.trains)
 
     @property
     def mtp_layers(self) -> int:

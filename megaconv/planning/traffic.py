@@ -5,6 +5,9 @@ The exchange of gradients depends on the optimizer's buckets: megatron_lite/plan
 The counts are whole tensors, as a collective receives or returns them. The bytes that a rank sends over its links
 follow from the number of ranks (`Traffic.sent`). For a mixture of experts, all rows of a rank's own tokens are counted
 as sent, whichever experts they go to.
+
+A model that isn't trained (`Run.trains`), such as a teacher, makes forward passes alone. Its head belongs to its
+student's loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +59,7 @@ def _end(chunk: Chunk) -> int:
 
 def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
     """Yield the traffic of one microbatch through one chunk."""
-    if not chunk.is_first:
+    if run.trains and not chunk.is_first:
         yield "pp", "send", _arriving(run, chunk)  # the gradient in the backward pass
     for tokens in _embedded(run, chunk):
         yield from _of_embedding(run, tokens, run.config.hidden)
@@ -72,10 +75,10 @@ def of_microbatch(run: Run, chunk: Chunk) -> Iterator[Counted]:
                 yield from _not_in_first_layer(run, part.tokens)
             if part.crosses:
                 yield from _of_cross_attention(run, forward)
-    if chunk.is_last:
-        yield from of_head(run)
-    else:
+    if not chunk.is_last:
         yield "pp", "send", _leaving(run, chunk)
+    elif run.trains:
+        yield from of_head(run)
 
 
 def _embedded(run: Run, chunk: Chunk) -> Iterator[int]:
@@ -158,6 +161,16 @@ def of_scores(run: Run) -> Iterator[Counted]:
     yield "cp", "all_reduce", scores
 
 
+def of_taught_head(teacher: Run, sums: int) -> Iterator[Counted]:
+    """Yield the traffic of one microbatch that a student's loss adds: of the teacher's predictions, and of the divergence.
+
+    sums: float32 sums over the vocabulary for each token, which tensor ranks add up.
+    """
+    if teacher.sequence:
+        yield "tp", "all_gather", teacher.tokens * teacher.config.hidden * teacher.itemsize
+    yield "tp", "all_reduce", sums * FLOAT32 * teacher.tokens
+
+
 def there_and_back(run: Run, tokens: int, width: int) -> Iterator[Counted]:
     """Yield the traffic of an embedding's output, or of the head's input."""
     whole = tokens * width * run.itemsize
@@ -169,8 +182,9 @@ def there_and_back(run: Run, tokens: int, width: int) -> Iterator[Counted]:
 
 
 def _of_embedding(run: Run, tokens: int, width: int) -> Iterator[Counted]:
-    """Yield the traffic of an embedding's output. A frozen embedding takes no gradient."""
-    if run.embedding_is_frozen and run.sequence:
+    """Yield the traffic of an embedding's output. Only a trained embedding takes a gradient."""
+    takes_gradient = run.trains and not run.embedding_is_frozen
+    if run.sequence and not takes_gradient:
         yield "tp", "reduce_scatter", tokens * width * run.itemsize
     else:
         yield from there_and_back(run, tokens, width)
@@ -256,10 +270,10 @@ def _of_matrices(run: Run, tokens: int, into: int, out: int, forward: int) -> It
     each = tokens * run.itemsize
     taken, given = each * into, each * out
     if run.sequence:
-        yield "tp", "all_gather", taken * (forward + 1) + given
-        yield "tp", "reduce_scatter", given * forward + taken
+        yield "tp", "all_gather", taken * (forward + run.backward) + given * run.backward
+        yield "tp", "reduce_scatter", given * forward + taken * run.backward
     else:
-        yield "tp", "all_reduce", given * forward + taken
+        yield "tp", "all_reduce", given * forward + taken * run.backward
 
 
 def _of_shared(run: Run, width: int, forward: int) -> Iterator[Counted]:
@@ -270,9 +284,9 @@ def _of_shared(run: Run, width: int, forward: int) -> Iterator[Counted]:
     each = run.tokens * run.itemsize * width
     if run.sequence:
         yield "tp", "all_gather", each * forward
-        yield "tp", "reduce_scatter", each
+        yield "tp", "reduce_scatter", each * run.backward
     else:
-        yield "tp", "all_reduce", each
+        yield "tp", "all_reduce", each * run.backward
 
 
 def _of_mixers_ranks(
@@ -280,7 +294,7 @@ def _of_mixers_ranks(
 ) -> Iterator[Counted]:
     """Yield the traffic of norms over the heads of all tensor ranks, and of an indexer's keys and choices."""
     summed = run.tokens * mixer.normed_together(run.config, kind) * FLOAT32
-    yield "tp", "all_reduce", summed * (forward + 1)
+    yield "tp", "all_reduce", summed * (forward + run.backward)
     chosen = min(run.config.indexer.topk or run.seq, run.seq)
     if mixer.has_indexer and run.sequence:
         of_token = run.config.indexer.head_dim * run.itemsize + chosen * INT64
@@ -301,7 +315,7 @@ def _of_exchanged(run: Run, forward: int) -> Iterator[Counted]:
     """Yield the traffic of the alltoall dispatcher. With padding, ranks know all numbers of rows and exchange none."""
     etp = run.layout.etp
     rows = run.routed_rows * run.itemsize
-    each = rows * (2 * routed_width(run.config) + 1) * (forward + 1)
+    each = rows * (2 * routed_width(run.config) + 1) * (forward + run.backward)
     counts = 0 if run.padded_to is not None else run.config.experts.count * INT64 * forward
     yield "ep", "all_to_all", each + counts
     yield "etp", "all_to_all", each * etp
@@ -317,5 +331,6 @@ def _of_gathered(run: Run, forward: int) -> Iterator[Counted]:
     for axis, seen in (("etp", tokens * layout.etp), ("ep", tokens * layout.etp * layout.ep)):
         rows = seen * routed_width(run.config) * run.itemsize
         weights = seen * chosen * run.itemsize
-        yield axis, "all_gather", (rows + weights + seen * chosen * INT64) * forward + rows
-        yield axis, "reduce_scatter", rows * forward + rows + weights
+        numbers = seen * chosen * INT64
+        yield axis, "all_gather", (rows + weights + numbers) * forward + rows * run.backward
+        yield axis, "reduce_scatter", rows * forward + (rows + weights) * run.backward

@@ -1,4 +1,4 @@
-"""Bytes that data-parallel ranks exchange in a step: gradients and updated parameters, by the optimizer's buckets."""
+"""Bytes that ranks exchange in a step, with those of gradients and updated parameters, by the optimizer's buckets."""
 
 from collections.abc import Iterator
 from math import prod
@@ -6,7 +6,8 @@ from math import prod
 from formats.tensor import ITEMSIZE
 from megaconv.model.layout import Chunk
 from megaconv.planning.collectives import FLOAT32, Counted, Traffic, sizes, summed
-from megaconv.planning.traffic import of_passes, of_step
+from megaconv.planning.run import Run
+from megaconv.planning.traffic import of_passes, of_step, of_taught_head
 from megatron_lite.optimizer.filling import padded
 from megatron_lite.planning.sharding import bucket_times
 from megatron_lite.planning.stages import Described
@@ -24,6 +25,17 @@ def _all(described: Described, pp_rank: int) -> Iterator[Counted]:
         yield from of_passes(run, chunk)
         yield from of_gradients(described, index, chunk)
     yield from of_step(run, chunks)
+    if described.teacher is not None:
+        yield from _of_teacher(described.teacher.run, pp_rank, described.work.taught_sums)
+
+
+def _of_teacher(run: Run, pp_rank: int, sums: int) -> Iterator[Counted]:
+    """Yield the traffic of a teacher's passes, and of its part in the student's loss. sums: see Work.taught_sums."""
+    for chunk in run.chunks(pp_rank):
+        yield from of_passes(run, chunk)
+    if pp_rank == run.layout.pp - 1:
+        for group, kind, count in of_taught_head(run, sums):
+            yield group, kind, count * run.microbatches
 
 
 def of_gradients(described: Described, index: int, chunk: Chunk) -> Iterator[Counted]:

@@ -91,6 +91,7 @@ class Described:
             overlaps_reduce=self.optimizer.overlap_grad_reduce,
             overlaps_gather=self.optimizer.overlap_param_gather,
             vocab_divisor=options.vocab_divisor,
+            trains=options.trains,
             frozen=options.lora is not None,
             trains_embedding=EMBEDDING in self._whole,
             trains_head=HEAD in self._whole,

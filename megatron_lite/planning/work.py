@@ -18,6 +18,8 @@ class Work:
     """True if each pass computes the head once more before, without gradients."""
     losses: int = 0
     """Losses and figures that a step reports; 0: those of the model's own head."""
+    taught_sums: int = 0
+    """Sums over the vocabulary that the divergence from a teacher needs for each token, with the label's logit."""
     updates: int = 1
     """Updates of a step, each with its passes."""
     measured: int = 0
@@ -45,6 +47,11 @@ TEACHER_LOSSES = 3
 """The loss, the cross entropy of the labels and the divergence from the teacher."""
 
 
+def taught_sums(beta: float) -> int:
+    """Return Work.taught_sums of a divergence (models/divergence.py): a mixture of both predictions needs two sums of its own."""
+    return 1 + (1 if beta in (0, 1) else 2)
+
+
 def work_of(settings: Settings) -> Work:
     """Return the work of a run's objective."""
     if settings.dpo.dpo:
@@ -64,7 +71,12 @@ def work_of(settings: Settings) -> Work:
     if settings.distilling.teacher_load is not None:
         on_policy = settings.distilling.distill_on_policy
         completion = settings.grpo.max_completion_length if on_policy else 0
-        return Work(rests_mtp=True, losses=TEACHER_LOSSES, completion=completion)
+        return Work(
+            rests_mtp=True,
+            losses=TEACHER_LOSSES,
+            taught_sums=taught_sums(settings.distilling.distill_beta),
+            completion=completion,
+        )
     if settings.rewards.reward_modeling:
         return Work(rows=2, rests_mtp=True)
     if settings.data.finetune_loss == "dft":

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed, from_fields
 from megaconv.model.layout import LayerSplit, Layout, split_layers, split_stacks
+from megatron_lite.checkpoint.initial_weights import initial_weights
 from megatron_lite.checkpoint.weights import init_weights
 from megatron_lite.engine import Engine
 from megatron_lite.models import recompute, scored_attention
@@ -24,14 +25,17 @@ from megatron_lite.models.criterion import OWN_LOSS, Criterion
 from megatron_lite.objectives.pair_loss import REFERENCE, PairLoss, Preference
 from megatron_lite.objectives.score_loss import ScoreLoss
 from megatron_lite.objectives.scored_model import SCORED
+from megatron_lite.objectives.taught import TeacherLoss
+from megatron_lite.objectives.teacher import teacher_engine, with_teaching
 from megatron_lite.optimizer import narrow_update
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
-from megatron_lite.planning.work import Work
+from megatron_lite.planning.work import TEACHER_LOSSES, Work, taught_sums
 from megatron_lite.settings.batch_size import BatchSize
 from megatron_lite.settings.options import (
     Balancing,
+    Distillation,
     LoRA,
     ModelOptions,
     OptimizerOptions,
@@ -100,6 +104,10 @@ class Planned:
     """Only adapters are trained."""
     pairs: bool = False
     """The two rows of a microbatch are a pair of answers (DPO)."""
+    teacher: str | None = None
+    """The model whose predictions are learned."""
+    beta: float = 0.0
+    """The kind of divergence from the teacher."""
     wider: int = 1
     """Times which the model is as wide."""
 
@@ -157,13 +165,22 @@ class Planned:
         )
         samples = (1 if self.pairs else 2) * self.microbatches * self.dp
         batch = BatchSize(samples, samples)
-        work = Work(rows=2, rests_mtp=True, head_again=True, losses=5) if self.pairs else Work()
         two_stacks = config.encoder.layers > 0
         sizes = Sizes(
             layout=layout, dp=self.dp, batch=batch, micro_batch=1 if self.pairs else 2, cp=self.cp,
             seq=SOURCE_SEQUENCE if two_stacks else SEQUENCE, decoder_seq=SEQUENCE if two_stacks else 0,
         )  # fmt: skip
-        return Described(config, sizes, options, optimizer, work)
+        described = Described(config, sizes, options, optimizer, self.work)
+        return described if self.teacher is None else described.taught_by(MODELS[self.teacher])
+
+    @property
+    def work(self) -> Work:
+        if self.pairs:
+            return Work(rows=2, rests_mtp=True, head_again=True, losses=5)
+        if self.teacher is not None:
+            sums = taught_sums(self.beta)
+            return Work(rests_mtp=True, losses=TEACHER_LOSSES, taught_sums=sums)
+        return Work()
 
     def __str__(self) -> str:
         plain = Planned()
@@ -196,20 +213,35 @@ def make_engine(planned: Planned) -> Engine:
 def _criterion(planned: Planned) -> Criterion:
     if planned.pairs:
         return PairLoss(Preference())
+    if planned.teacher is not None:
+        return TeacherLoss(Distillation(0.5, 1.0, planned.beta))
     return ScoreLoss() if planned.config.has("scores") else OWN_LOSS
 
 
 def step(engine: Engine, planned: Planned) -> None:
+    """One step on random tokens."""
+    batches = _batches(engine, planned)
+    if planned.teacher is not None:
+        batches = with_teaching(make_teacher(engine, planned), batches)
+    engine.train_step(batches, 1e-3, 0.1, (0.0, 0.0))
+    engine.finish()
+
+
+def make_teacher(student: Engine, planned: Planned) -> Engine:
+    assert planned.teacher is not None
+    config = MODELS[planned.teacher]
+    return teacher_engine(student, config, initial_weights(config, 0.1, 9))
+
+
+def _batches(engine: Engine, planned: Planned) -> list[Microbatch]:
     generator = torch.Generator().manual_seed(engine.grid.dp_rank)
     tokens = torch.randint(
         engine.config.vocab, (planned.microbatches, 2, SEQUENCE + 1), generator=generator
     )
-    batches = [
+    return [
         Microbatch(rows[:, :-1], rows[:, 1:], index=index, **_of_family(engine, rows))
         for index, rows in enumerate(tokens)
     ]
-    engine.train_step(batches, 1e-3, 0.1, (0.0, 0.0))
-    engine.finish()
 
 
 def _of_family(engine: Engine, rows: torch.Tensor) -> dict[str, Any]:

@@ -137,6 +137,17 @@ STEPS = [
     Planned("further tokens", pp=2, dp=2, distributed=True, zero=3, recompute=FULL, pairs=True),
     Planned("further tokens, tied", dp=2, distributed=True, zero=3, pairs=True),
     Planned("hybrid, further tokens", tp=2, dp=2, ep=2, sequence=True, pairs=True),
+    Planned("llama", tp=2, pp=2, sequence=True, recompute=FULL, teacher="qwen3"),
+    Planned("qwen3", tp=2, dp=2, distributed=True, dtype="bfloat16", teacher="gemma2", beta=0.5),
+    Planned("llama", pp=2, vpp=2, dp=2, teacher="further tokens, tied", lora=ADAPTERS, beta=1.0),
+    Planned("mixture", tp=2, dp=2, ep=2, sequence=True, padded_to=1.25, teacher="gpt_oss"),
+    Planned("mixture", dp=2, ep=2, dispatcher="allgather", teacher="mixtral"),
+    Planned("qwen3", cp=2, teacher="gemma4, layer inputs"),
+    Planned("qwen3", cp=2, context="a2a", teacher="falcon h1"),
+    Planned("qwen3", tp=2, sequence=True, teacher="kimi"),
+    Planned("qwen3", cp=2, context="all_gather", teacher="deepseek_v32"),
+    Planned("llama", tp=2, pp=2, teacher="apertus", beta=0.5),
+    Planned("gpt2", cp=4, context="a2a+p2p", near=2, teacher="gpt2"),
 ]
 
 
