@@ -20,11 +20,8 @@ from megatron_lite.inference.gallery import (
 from megatron_lite.inference.model import EngineModel
 from megatron_lite.inference.shown_images import ShownImages, traits_of
 from megatron_lite.objectives.image_encoder import ImageEncoder
-from megatron_lite.objectives.image_feeder import (
-    axes_tensor,
-    multimodal_directory,
-    require_same_width,
-)
+from megatron_lite.objectives.image_feeder import axes_tensor, require_same_width
+from megatron_lite.objectives.image_models import multimodal_directory
 from megatron_lite.settings.contradictions import flag_name
 
 

@@ -8,7 +8,7 @@ from megatron_lite.loop import curve
 from megatron_lite.loop.answers import Question, answer, question
 from megatron_lite.loop.best import kept_best
 from megatron_lite.loop.run import Run
-from megatron_lite.objectives.image_feeder import multimodal_model
+from megatron_lite.objectives.image_models import multimodal_model
 
 
 @dataclass

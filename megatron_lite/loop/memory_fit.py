@@ -10,7 +10,9 @@ from formats.tensor import ITEMSIZE
 from megaconv.commands.units import readable
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.planning.model_size import parameter_count
+from megatron_lite.objectives.image_models import TEACHER_FLAG, multimodal_directory
 from megatron_lite.objectives.training_data import Setup
+from megatron_lite.planning.encoders import Encoder, encoder_of
 from megatron_lite.planning.memory import stage_memory
 from megatron_lite.planning.stages import Described
 from megatron_lite.planning.work import work_of
@@ -25,10 +27,10 @@ SHARDING, STRATEGY = "--data-parallel-sharding-strategy", "optim_grads_params"
 MOST_RANKS = 1024
 
 
-def check_fits(setup: Setup, options: ModelOptions, rows: int) -> None:
+def check_fits(setup: Setup, options: ModelOptions, rows: int, images: Path | None = None) -> None:
     """Raise UsageError if this rank's memory is too small, with commands that fit.
 
-    rows: sequences of a sample.
+    rows: sequences of a sample. images: the multimodal model that reads the data's images; None if there are none.
     """
     settings = setup.settings
     if not settings.logging.guide or setup.config.encoder.layers:
@@ -37,21 +39,30 @@ def check_fits(setup: Setup, options: ModelOptions, rows: int) -> None:
     if free is None:
         return
     try:
-        needed = _needed(setup, options, rows)
+        needed = _needed(setup, options, rows, images)
     except CheckpointError:
         return  # the planner doesn't know the layers; the run will show
     if needed > free:
-        raise UsageError(_too_large(setup, options, rows, needed, free))
+        raise UsageError(_too_large(setup, options, rows, images, needed, free))
 
 
-def _needed(setup: Setup, options: ModelOptions, rows: int) -> int:
+def _needed(setup: Setup, options: ModelOptions, rows: int, images: Path | None) -> int:
     """Return the bytes of the rank that needs most. Raises CheckpointError for layers that the planner doesn't know."""
     settings = setup.settings
     work = replace(work_of(settings), rows=rows)
-    described = Described(setup.config, setup.sizes, options, optimizer_options(settings), work)
+    optimizer = optimizer_options(settings)
+    encoder = None if images is None else encoder_of(images)
+    described = Described(setup.config, setup.sizes, options, optimizer, work, encoder=encoder)
     if setup.teacher is not None:
-        described = described.taught_by(setup.teacher.config)
+        of_teacher = None if images is None else _encoder_of_teacher(settings, setup.teacher.path)
+        described = described.taught_by(setup.teacher.config, of_teacher)
     return max(memory.total for memory in stage_memory(described))
+
+
+def _encoder_of_teacher(settings: Settings, teacher: str) -> Encoder | None:
+    asked = settings.distilling.teacher_image_encoder
+    directory = multimodal_directory(asked, teacher, TEACHER_FLAG)
+    return None if directory is None else encoder_of(directory)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -70,7 +81,9 @@ def free_bytes(device: torch.device) -> int | None:
     return None
 
 
-def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free: int) -> str:
+def _too_large(
+    setup: Setup, options: ModelOptions, rows: int, images: Path | None, needed: int, free: int
+) -> str:
     settings = setup.settings
     data = (settings.data.finetune_data or settings.data.data_path or ("DATA",))[0]
     save = settings.checkpointing.save
@@ -90,7 +103,7 @@ def _too_large(setup: Setup, options: ModelOptions, rows: int, needed: int, free
     trains_all = not settings.lora.wanted
     if trains_all and _weights(setup, options) < free:
         choices.append(f"train adapters: `megatron-lite {short} --lora-rank {RANK}`")
-    ranks = _ranks_that_fit(setup, options, rows, free)
+    ranks = _ranks_that_fit(setup, options, rows, images, free)
     if ranks is not None:
         launch = f"torchrun --nproc-per-node {ranks} -m megatron_lite"
         command = f"{launch} {short} {SHARDING} {STRATEGY}"
@@ -121,7 +134,9 @@ def _weights(setup: Setup, options: ModelOptions) -> int:
     return parameters * ITEMSIZE[options.dtype]
 
 
-def _ranks_that_fit(setup: Setup, options: ModelOptions, rows: int, free: int) -> int | None:
+def _ranks_that_fit(
+    setup: Setup, options: ModelOptions, rows: int, images: Path | None, free: int
+) -> int | None:
     """Return a number of ranks on which the run fits, each with as much free memory as this one.
 
     Returns None if there is none up to MOST_RANKS.
@@ -134,7 +149,8 @@ def _ranks_that_fit(setup: Setup, options: ModelOptions, rows: int, free: int) -
     while ranks <= MOST_RANKS:
         try:
             sizes = work_out(sharded, setup.config, options, ranks)
-            needed = _needed(replace(setup, settings=sharded, sizes=sizes), options, rows)
+            on_more = replace(setup, settings=sharded, sizes=sizes)
+            needed = _needed(on_more, options, rows, images)
         except CheckpointError:
             return None
         if needed <= free:

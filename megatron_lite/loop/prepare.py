@@ -101,7 +101,8 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     settings, sizes = setup.settings, setup.sizes
     check_length(settings, sizes)
     check_savable(settings, setup.config, sizes.layout)
-    all_or_none(lambda: check_fits(setup, options, basis.objective.rows))
+    images = None if data.reader is None else data.reader.directory
+    all_or_none(lambda: check_fits(setup, options, basis.objective.rows, images))
     samples = total_samples(settings, sizes)
     schedule = make_schedule(settings.optimizer, settings.training, sizes.batch.full, samples)
     datasets = all_or_none(lambda: _datasets(basis, data, setup))

@@ -6,7 +6,8 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_feeder import image_reader, multimodal_model, with_encoder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
+from megatron_lite.objectives.image_models import multimodal_model
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.training_data import Setup, TrainingData
 from megatron_lite.settings.config import Settings

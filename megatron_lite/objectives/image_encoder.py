@@ -1,6 +1,6 @@
 """A multimodal model's encoder of images with its projector, as transformers computes it. It is not trained."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from itertools import groupby
@@ -196,8 +196,3 @@ def _quiet(logging: Any) -> Iterator[None]:
         logging.set_verbosity(before)
         if draws:
             logging.enable_progress_bar()
-
-
-def deepest(config: Mapping[str, Any]) -> int:
-    """Return the number of first layers to whose output the encoder adds. config: the multimodal model's config.json."""
-    return len(config["vision_config"].get("deepstack_visual_indexes") or ())

@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megaconv.errors import UsageError
-from megaconv.families import has_text_only
 from megaconv.model.config import ModelConfig
 from megatron_lite.data.batches import Batch
 from megatron_lite.data.images.kinds import Joint
@@ -22,12 +20,17 @@ from megatron_lite.models.moving import moved
 from megatron_lite.models.pictures import Pictures, in_order, joint_of
 from megatron_lite.models.trainable import rotated_width
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_encoder import ImageEncoder, deepest
+from megatron_lite.objectives.image_encoder import ImageEncoder
+from megatron_lite.objectives.image_models import (
+    ENCODER_FLAG,
+    TEACHER_FLAG,
+    deepest,
+    multimodal_model,
+    reads_images,
+)
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.config import Settings
 
-ENCODER_FLAG, TEACHER_FLAG = "--image-encoder", "--teacher-image-encoder"
-"""The flags that name encoders."""
 _MODELS = {ENCODER_FLAG: "the trained model", TEACHER_FLAG: "the teacher"}
 """The model that reads the vectors of each flag's encoder."""
 PLACES = "places"
@@ -131,24 +134,6 @@ def _rows_of(numbers: Sequence[int], counts: Mapping[int, int]) -> Tensor:
     return torch.cat([rows[number] for number in numbers])
 
 
-def multimodal_model(settings: Settings) -> Path | None:
-    """Return the model that may read images: --image-encoder, or --load if it is multimodal. Raises UsageError."""
-    return multimodal_directory(settings.data.image_encoder, settings.checkpointing.load)
-
-
-def multimodal_directory(
-    asked: str | None, load: str | None, flag: str = ENCODER_FLAG
-) -> Path | None:
-    """See multimodal_model. asked: the value of the flag that names an encoder."""
-    if asked is not None:
-        if not has_text_only(Path(asked)):
-            raise UsageError(
-                f"{flag} {asked}: is no multimodal model; expected a directory with its config.json and weights"
-            )
-        return Path(asked)
-    return Path(load) if load is not None and has_text_only(Path(load)) else None
-
-
 def image_reader(settings: Settings) -> ImageReader | None:
     """Return the reader of the images of a run; None if its model reads no images. Raises UsageError."""
     directory = multimodal_model(settings)
@@ -166,16 +151,10 @@ def require_same_width(reader: ImageReader, config: ModelConfig, flag: str = ENC
 
 
 def needs_encoder(engine: Engine, layers: int) -> bool:
-    """Return whether a rank computes an embedding, or one of the first layers, to whose output the encoder adds.
-
-    layers: number of these first layers. Layers that predict further tokens embed them on the last stage.
-    """
+    """Return whether a rank needs an encoder that adds to the output of the first layers. layers: their number."""
     trains = engine.optimizer is not None and engine.criterion.trains_mtp
     predicts = engine.config.mtp_layers > 0 and trains
-    return any(
-        chunk.is_first or (chunk.is_last and predicts) or chunk.first_layer < layers
-        for chunk in engine.grid.chunks()
-    )
+    return reads_images(engine.grid.chunks(), layers, predicts=predicts)
 
 
 def axes_tensor(reader: ImageReader, config: ModelConfig) -> Tensor | None:

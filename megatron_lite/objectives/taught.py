@@ -19,7 +19,8 @@ from megatron_lite.models.purposes import refuse_taught
 from megatron_lite.models.teaching import combined
 from megatron_lite.objectives.examples import read_examples_of
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_feeder import TEACHER_FLAG, image_reader, with_encoder
+from megatron_lite.objectives.image_feeder import image_reader, with_encoder
+from megatron_lite.objectives.image_models import TEACHER_FLAG
 from megatron_lite.objectives.objective import Objective
 from megatron_lite.objectives.teacher import TaughtFeeder, load_teacher, teacher_reader
 from megatron_lite.objectives.training_data import Setup, TrainingData

@@ -16,7 +16,7 @@ from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.objectives.feeder import Feeder
-from megatron_lite.objectives.image_feeder import TEACHER_FLAG, multimodal_directory
+from megatron_lite.objectives.image_models import TEACHER_FLAG, multimodal_directory
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.settings.sizes import check_sizes
 from megatron_lite.settings.teacher import teacher_layout, teacher_options

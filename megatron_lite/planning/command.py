@@ -23,7 +23,13 @@ from megatron_lite.models.purposes import (
     refuse_whole,
 )
 from megatron_lite.models.trainable import check_computed
+from megatron_lite.objectives.image_models import (
+    TEACHER_FLAG,
+    multimodal_directory,
+    multimodal_model,
+)
 from megatron_lite.objectives.scored_model import scored
+from megatron_lite.planning.encoders import Encoder, encoder_of
 from megatron_lite.planning.report import Planned
 from megatron_lite.planning.stages import Described
 from megatron_lite.planning.work import work_of
@@ -116,22 +122,36 @@ def describe(world: int | None, words: list[str]) -> Described:
         )
     )
     sizes = work_out(settings, config, options, ranks)
-    found = Described(config, sizes, options, optimizer_options(settings), work_of(settings))
+    work = work_of(settings)
+    encoder = _encoder(settings, multimodal_model(settings))
+    found = Described(config, sizes, options, optimizer_options(settings), work, encoder=encoder)
     if settings.distilling.teacher_load is not None:
-        found = _taught(found, settings.distilling.teacher_load)
+        found = _taught(found, settings)
     if options.lora is not None:
         check_targets(config, options.lora.targets, found=bool(found.run.adapters))
     _check_room(settings, sizes)
     return found
 
 
-def _taught(run: Described, given: str) -> Described:
+def _encoder(settings: Settings, directory: Path | None) -> Encoder | None:
+    """Return the encoder of a multimodal model, if the data may have images: a corpus has none. Raises CheckpointError."""
+    data = settings.data
+    has_texts = data.data_path or data.mock_data or settings.tasks.task
+    return None if directory is None or has_texts else encoder_of(directory)
+
+
+def _taught(run: Described, settings: Settings) -> Described:
     """Return the run with the teacher of --teacher-load. Raises CheckpointError."""
+    given = settings.distilling.teacher_load
+    assert given is not None
     refuse_taught(run.config)
     config = read_model(given)
     check_teacher(config, given)
     require_tokens(config, run.config, given)
-    return run.taught_by(config)
+    if run.encoder is None:
+        return run.taught_by(config)
+    directory = multimodal_directory(settings.distilling.teacher_image_encoder, given, TEACHER_FLAG)
+    return run.taught_by(config, _encoder(settings, directory))
 
 
 def _check_room(settings: Settings, sizes: Sizes) -> None:

@@ -13,6 +13,7 @@ from formats.tensor import ITEMSIZE
 from megaconv.model.memory import FLOAT32, shares_per_parameter
 from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations
+from megatron_lite.objectives.image_models import reads_images
 from megatron_lite.optimizer.algorithm import Algorithm, state_bytes
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
@@ -44,13 +45,16 @@ class Memory:
     """Weights of a reference model."""
     teacher: int = 0
     """Weights of a teacher, and the input of its head for all microbatches of a step."""
+    encoders: int = 0
+    """Weights of the encoders of images, of the model and of its teacher."""
     generation: int = 0
     """The cache of completions, and the weights that are gathered meanwhile. It is freed before the passes of training."""
 
     @property
     def total(self) -> int:
         training = self.activations + self.passing
-        return self.kept + self.reference + self.teacher + max(training, self.generation)
+        lasting = self.kept + self.reference + self.teacher + self.encoders
+        return lasting + max(training, self.generation)
 
 
 def stage_memory(run: Described) -> list[Memory]:
@@ -77,6 +81,7 @@ def stage_memory(run: Described) -> list[Memory]:
             whole=whole if run.run.frozen else 0,
             reference=_of_reference(run, share, whole) * run.run.itemsize,
             teacher=_of_teacher(run, pp_rank),
+            encoders=sum(_of_encoder(each, pp_rank) for each in (run, run.teacher) if each),
             generation=_generation(run, pp_rank, share),
         )
         found.append(one)
@@ -101,6 +106,16 @@ def _of_teacher(run: Described, pp_rank: int) -> int:
         tokens = teacher.microbatches * teacher.micro_batch * teacher.seq // teacher.cp
         elements += tokens // ranks * teacher.config.hidden
     return elements * teacher.itemsize
+
+
+def _of_encoder(run: Described, pp_rank: int) -> int:
+    """Return the bytes of the encoder of images on a rank; 0 without one, and if its size is unknown."""
+    encoder, chunks = run.encoder, run.run.chunks(pp_rank)
+    if encoder is None:
+        return 0
+    predicts = run.options.trains and run.run.mtp_layers > 0
+    needed = reads_images(chunks, encoder.layers, predicts=predicts)
+    return (encoder.parameters or 0) * run.run.itemsize if needed else 0
 
 
 def _share(run: Described, pp_rank: int) -> RankShare:

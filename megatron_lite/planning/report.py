@@ -163,7 +163,8 @@ class Planned:
             "pp_rank": pp_rank, "parameters": memory.parameters, "adapter_parameters": memory.adapters,
             "whole_parameters": memory.whole,
             "state_bytes": memory.kept, "activation_bytes": memory.activations, "passing_bytes": memory.passing,
-            "reference_bytes": memory.reference, "teacher_bytes": memory.teacher, "generation_bytes": memory.generation,
+            "reference_bytes": memory.reference, "teacher_bytes": memory.teacher,
+            "encoder_bytes": memory.encoders, "generation_bytes": memory.generation,
             "bytes": memory.total,
             "communication": [
                 {"group": item.group, "kind": item.kind, "ranks": item.ranks, "bytes": item.bytes, "sent_bytes": item.sent}
@@ -244,6 +245,7 @@ class Planned:
         teacher = max(one.teacher for one in self.memory)
         if teacher:
             yield f"{_INDENT}the last column includes up to {readable(teacher)} of the teacher"
+        yield from self._encoder_lines()
         generation = max(one.generation for one in self.memory)
         if generation:
             rows = counted(rows_at_once(self.described), "completion")
@@ -251,6 +253,22 @@ class Planned:
                 f"{_INDENT}generation takes {readable(generation)} for {rows} at a time, "
                 "and frees them before the activations come"
             )
+
+    def _encoder_lines(self) -> Iterator[str]:
+        """Yield the memory of encoders of images. A plan doesn't read the data, which may be texts alone."""
+        encoders = max(one.encoders for one in self.memory)
+        if encoders:
+            yield (
+                f"{_INDENT}the last column includes up to {readable(encoders)} for the encoder of images, "
+                "which a run on texts alone doesn't load"
+            )
+        for each in (self.described, self.described.teacher):
+            encoder = None if each is None else each.encoder
+            if encoder is not None and encoder.parameters is None:
+                yield (
+                    f"{_INDENT}the encoder of images is left out: {encoder.directory} has no files of weights, "
+                    "whose headers tell its size"
+                )
 
     def _copies(self) -> str:
         """Return the time that copies of offloaded activations add to a step."""

@@ -29,6 +29,7 @@ from megatron_lite.parallel.parameters import (
     trained_tensors,
 )
 from megatron_lite.planning.adapters import PlannedAdapter, layer_adapters, planned_adapters
+from megatron_lite.planning.encoders import Encoder
 from megatron_lite.planning.work import Work
 from megatron_lite.settings.options import ModelOptions, OptimizerOptions
 from megatron_lite.settings.sizes import Sizes
@@ -56,12 +57,15 @@ class Described:
     """The work of a step beside the passes of pretraining."""
     teacher: "Described | None" = None
     """The teacher of a distillation on the same ranks."""
+    encoder: Encoder | None = None
+    """The encoder that reads the images; None for a run on texts."""
 
-    def taught_by(self, config: ModelConfig) -> "Described":
-        """Return the run with a teacher, which has the student's tokens and dtype."""
+    def taught_by(self, config: ModelConfig, encoder: Encoder | None = None) -> "Described":
+        """Return the run with a teacher, which has the student's tokens and dtype. encoder: of the teacher's images."""
         described = changed(config, {"vocab": self.config.vocab, "dtype": self.options.dtype})
         sizes = replace(self.sizes, layout=teacher_layout(self.sizes.layout, described))
-        teacher = Described(described, sizes, teacher_options(self.options), self.optimizer)
+        options = teacher_options(self.options)
+        teacher = Described(described, sizes, options, self.optimizer, encoder=encoder)
         return replace(self, teacher=teacher)
 
     @cached_property

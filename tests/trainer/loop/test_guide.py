@@ -15,6 +15,7 @@ from megaconv.model.fields import changed
 from megatron_lite.data.tokenizer import NullTokenizer
 from megatron_lite.loop import curve, memory_fit
 from megatron_lite.loop.guide import next_commands
+from megatron_lite.objectives.image_encoder import ImageEncoder
 from megatron_lite.objectives.scored_model import scored
 from megatron_lite.objectives.training_data import Setup
 from megatron_lite.planning.memory import stage_memory
@@ -25,6 +26,7 @@ from megatron_lite.settings.arguments import parse
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.run_options import adapter_options, model_options, optimizer_options
 from megatron_lite.settings.sizes import work_out
+from tests.trainer import multimodal
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
 from tests.trainer.loop.launches import LLAMA, launch, train
 
@@ -141,6 +143,22 @@ def test_a_model_that_does_not_fit_is_refused_with_two_commands(
     monkeypatch.setattr(memory_fit, "free_bytes", lambda device: 1000)
     with pytest.raises(UsageError, match="take a smaller model, or devices with more memory"):
         memory_fit.check_fits(setup, options, rows=1)
+
+
+def test_an_encoder_of_images_needs_memory_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    multimodal.create("qwen3_vl", tmp_path)
+    setup, options = plain_setup(LLAMA)
+    [texts] = stage_memory(described(setup, options))
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: texts.total)
+    memory_fit.check_fits(setup, options, rows=1)
+    with pytest.raises(UsageError, match="training all weights takes about"):
+        memory_fit.check_fits(setup, options, rows=1, images=tmp_path)
+    encoder = ImageEncoder(tmp_path, torch.device("cpu"), torch.float32)
+    needed = texts.total + 4 * encoder.parameters
+    monkeypatch.setattr(memory_fit, "free_bytes", lambda device: needed)
+    memory_fit.check_fits(setup, options, rows=1, images=tmp_path)
 
 
 def test_a_reward_model_needs_no_memory_for_logits(monkeypatch: pytest.MonkeyPatch) -> None:

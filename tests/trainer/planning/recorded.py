@@ -328,17 +328,17 @@ def bytes_kept(_rank: int, planned: Planned) -> tuple[int, int]:
     The float32 copies of gradients in bf16 are those of one block, whose bytes don't grow with the model. Here it is small.
     """
     gc.collect()
-    before = _tensor_bytes()
+    before = tensor_bytes()
     with mock.patch.object(narrow_update, "BLOCK", 1000):
         engine = make_engine(planned)
     step(engine, planned)
     gc.collect()
-    found = engine.grid.pp_rank, _tensor_bytes() - before
+    found = engine.grid.pp_rank, tensor_bytes() - before
     engine.grid.close()
     return found
 
 
-def _tensor_bytes() -> int:
+def tensor_bytes() -> int:
     storages = {}
     for item in gc.get_objects():
         if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
