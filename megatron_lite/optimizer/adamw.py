@@ -16,6 +16,7 @@ class AdamW(Algorithm):
     """Adam with decoupled weight decay."""
 
     state = training.ADAM
+    widens = True
     distributed_form = True
 
     def recorded(self, options: OptimizerOptions) -> Mapping[str, Any]:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from megatron_lite.optimizer.ranges import FlatRange
 
 
+BLOCK = 1 << 24
+"""Elements whose state and gradients of fewer bits exist in float32 at a time."""
+
+
 class Rates(NamedTuple):
     """The learning rates and the weight decay of one step."""
 
@@ -70,6 +74,8 @@ class Algorithm(ABC):
     """The algorithm for the parameters that this one does not take; None if it takes all."""
     whole: ClassVar[bool] = False
     """True if it can't update a part of a parameter. A distributed optimizer then assigns each parameter to one rank."""
+    widens: ClassVar[bool] = False
+    """True if it may keep state and gradients in fewer bits, and updates blocks of them in float32 (narrow_update.py)."""
     distributed_form: ClassVar[bool] = False
     """True if `torch_dist` checkpoints store it in the form of Megatron's distributed optimizer, which is only for Adam."""
 
@@ -103,3 +109,12 @@ class Algorithm(ABC):
 def state_bytes(chosen: Algorithm, options: OptimizerOptions) -> int:
     """Return the bytes of an algorithm's state for one element."""
     return sum(ITEMSIZE[options.state_dtype(name)] for name in chosen.state)
+
+
+def widened_bytes(chosen: Algorithm, options: OptimizerOptions, elements: int) -> int:
+    """Return the bytes of the float32 memory for a block of state and gradients of fewer bits. elements: that it updates."""
+    if not chosen.widens:
+        return 0
+    kept_in = [*map(options.state_dtype, chosen.state), options.main_grads_dtype]
+    widened = sum(dtype != "float32" for dtype in kept_in)
+    return widened * min(BLOCK, elements) * ITEMSIZE["float32"]

@@ -6,11 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.optimizer.algorithm import Rates, Update
+from megatron_lite.optimizer.algorithm import BLOCK, Rates, Update
 from megatron_lite.optimizer.ranges import FlatRange
 
-BLOCK = 1 << 24
-"""Elements whose state and gradients exist in float32 at a time."""
 GRADIENT = "gradient"
 """The name of the memory of gradients, beside the names of state."""
 

@@ -14,7 +14,7 @@ from megaconv.model.memory import FLOAT32, shares_per_parameter
 from megaconv.model.rank_share import RankShare
 from megaconv.planning.activations import activations
 from megatron_lite.objectives.image_models import reads_images
-from megatron_lite.optimizer.algorithm import Algorithm, state_bytes
+from megatron_lite.optimizer.algorithm import Algorithm, state_bytes, widened_bytes
 from megatron_lite.optimizer.algorithms import algorithm
 from megatron_lite.optimizer.dealing import Dealer
 from megatron_lite.optimizer.filling import Filling, fill
@@ -35,6 +35,8 @@ class Memory:
     """Parameters, gradients and optimizer state. Frozen weights have neither of the two."""
     activations: int
     """The most that forward passes keep at one time."""
+    widened: int = 0
+    """float32 copies of gradients and moments in bf16, a block at a time, for the update."""
     passing: int = 0
     """Gradients and parameters that exist for a time, if data-parallel ranks shard them."""
     adapters: int = 0
@@ -53,7 +55,7 @@ class Memory:
     @property
     def total(self) -> int:
         training = self.activations + self.passing
-        lasting = self.kept + self.reference + self.teacher + self.encoders
+        lasting = self.kept + self.widened + self.reference + self.teacher + self.encoders
         return lasting + max(training, self.generation)
 
 
@@ -63,9 +65,8 @@ def stage_memory(run: Described) -> list[Memory]:
     for pp_rank in range(run.sizes.layout.pp):
         share = _share(run, pp_rank)
         adapters, trained = _adapters(run, pp_rank), _trained(run, pp_rank, share)
-        kept = sum(
-            held.parameters * _bytes_each(run, held) for held in _held(run, pp_rank, trained)
-        )
+        held = list(_held(run, pp_rank, trained))
+        kept = sum(each.parameters * _bytes_each(run, each) for each in held)
         whole = trained.parameters - adapters
         if run.run.frozen:
             # Beside adapters, some modules are trained whole.
@@ -75,6 +76,7 @@ def stage_memory(run: Described) -> list[Memory]:
         one = Memory(
             parameters=share.parameters,
             kept=round(kept),
+            widened=_widened_bytes(run, held),
             activations=activations(run.run, pp_rank),
             passing=passing_bytes(run, pp_rank),
             adapters=adapters,
@@ -200,6 +202,19 @@ def _held(run: Described, pp_rank: int, share: RankShare) -> Iterator[Held]:
         if elements:
             uneven = elements / max(by_rank)
             yield Held(elements, uneven if chosen.whole else ranks, chosen)
+
+
+def _widened_bytes(run: Described, held: Iterable[Held]) -> int:
+    """Return the bytes of the float32 memory of a rank's updates, of which each optimizer makes one."""
+    elements: dict[Algorithm, float] = {}
+    for each in held:
+        ranks = each.ranks if run.optimizer.distributed else 1
+        before = elements.get(each.optimizer, 0.0)
+        elements[each.optimizer] = before + each.parameters / ranks
+    return sum(
+        widened_bytes(optimizer, run.optimizer, round(count))
+        for optimizer, count in elements.items()
+    )
 
 
 def _taken(run: Described, pp_rank: int, chosen: Algorithm) -> dict[str, list[int]]:

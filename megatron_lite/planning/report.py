@@ -162,7 +162,8 @@ class Planned:
         return {
             "pp_rank": pp_rank, "parameters": memory.parameters, "adapter_parameters": memory.adapters,
             "whole_parameters": memory.whole,
-            "state_bytes": memory.kept, "activation_bytes": memory.activations, "passing_bytes": memory.passing,
+            "state_bytes": memory.kept, "widened_bytes": memory.widened,
+            "activation_bytes": memory.activations, "passing_bytes": memory.passing,
             "reference_bytes": memory.reference, "teacher_bytes": memory.teacher,
             "encoder_bytes": memory.encoders, "generation_bytes": memory.generation,
             "bytes": memory.total,
@@ -222,6 +223,10 @@ class Planned:
         share = f"{most / gpu.memory:.0%} of the {readable(gpu.memory)} of {gpu.name}"
         yield f"{_INDENT}the fullest rank takes {share}{fits}"
         yield from self._objective_lines()
+        widened = max(one.widened for one in self.memory)
+        if widened:
+            what = "float32 copies for the update of state in bf16"
+            yield f"{_INDENT}the last column includes up to {readable(widened)} of {what}"
         passing = max(one.passing for one in self.memory)
         if passing:
             what = "gathered parameters and unreduced gradients"

@@ -28,6 +28,7 @@ from megatron_lite.objectives.scored_model import SCORED
 from megatron_lite.objectives.taught import TeacherLoss
 from megatron_lite.objectives.teacher import teacher_engine, with_teaching
 from megatron_lite.optimizer import narrow_update
+from megatron_lite.optimizer.algorithm import BLOCK
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
@@ -97,6 +98,10 @@ class Planned:
     dtype: str = "float32"
     main_grads: str = "float32"
     """The dtype in which gradients are summed."""
+    moments: str = "float32"
+    """The dtype in which Adam's moments are kept."""
+    block: int = BLOCK
+    """Elements whose gradients and moments exist in float32 at a time."""
     microbatches: int = 2
     encoder_stages: int = 0
     """T5: stages of the encoder's own."""
@@ -161,6 +166,8 @@ class Planned:
             shards_gradients=self.zero > 1,
             shards_parameters=self.zero > 2,
             main_grads_dtype=self.main_grads,
+            exp_avg_dtype=self.moments,
+            exp_avg_sq_dtype=self.moments,
             bucket_elements=4000,
         )
         samples = (1 if self.pairs else 2) * self.microbatches * self.dp
@@ -323,13 +330,10 @@ def _recording(engine: Engine) -> Iterator[Counter[tuple[str, str]]]:
 
 
 def bytes_kept(_rank: int, planned: Planned) -> tuple[int, int]:
-    """(pipeline rank, bytes of parameters, gradients and optimizer state: all tensors that are alive after a step).
-
-    The float32 copies of gradients in bf16 are those of one block, whose bytes don't grow with the model. Here it is small.
-    """
+    """(pipeline rank, bytes of parameters, gradients and optimizer state: all tensors that are alive after a step)."""
     gc.collect()
     before = tensor_bytes()
-    with mock.patch.object(narrow_update, "BLOCK", 1000):
+    with mock.patch.object(narrow_update, "BLOCK", planned.block):
         engine = make_engine(planned)
     step(engine, planned)
     gc.collect()

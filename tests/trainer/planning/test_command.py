@@ -216,6 +216,8 @@ def test_moments_in_bf16_take_four_bytes_less(
     )
     assert wide["state_bytes"] == wide["parameters"] * 18
     assert narrow["state_bytes"] == narrow["parameters"] * 14
+    assert wide["widened_bytes"] == 0
+    assert narrow["widened_bytes"] == 2 * 2**24 * 4
 
 
 def test_gradients_in_bf16_take_two_bytes_less(
@@ -227,6 +229,9 @@ def test_gradients_in_bf16_take_two_bytes_less(
         planned(capsys, f"{llama_8b} {flags}")["stages"] for flags in (words, sharded)
     )
     assert narrow["state_bytes"] == narrow["parameters"] * 16
+    assert narrow["widened_bytes"] == 64 << 20
+    rest = narrow["activation_bytes"] + narrow["passing_bytes"]
+    assert narrow["bytes"] == narrow["state_bytes"] + narrow["widened_bytes"] + rest
     assert part["state_bytes"] == part["parameters"] * (2 + 2 / 4 + 12 / 4)
 
 
