@@ -2,13 +2,14 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megaconv.errors import UsageError
 from megaconv.model.config import ModelConfig
-from megaconv.terminal import reason_of
+from megaconv.terminal import reason_of, show
 from megatron_lite.inference.generating import open_output, require_other_file
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, tokens_of
@@ -32,8 +33,10 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
     failed = False
     lines = _lines(given.input)
     # Check all rows before the output file is replaced, so that a bad line leaves it as it was.
-    if not sum(1 for _ in _rows(opened, given.input, lines)):
+    longest = max((len(tokens) for tokens, _ in _rows(opened, given.input, lines)), default=0)
+    if not longest:
         raise UsageError(f"{given.input}: holds no rows to score")
+    _warn_of_length(opened.config, longest, given.input)
     with open_output(given.output) as file:
         for rows in _groups(_rows(opened, given.input, lines)):
             scored = opened.model.score([tokens for tokens, _ in rows], given.top)
@@ -108,13 +111,24 @@ def _check_row(config: ModelConfig, tokens: list[int], first: int, where: str) -
         )
     if config.positions.kind == "learned" and count > config.max_positions:
         raise UsageError(
-            f"{where}: has {count} tokens, and the model {config.max_positions} positions"
+            f"{where}: has {count} tokens, and the model only {config.max_positions} positions; shorten the row"
         )
     for token in tokens:
         if not 0 <= token < config.vocab:
             raise UsageError(
                 f"{where}: token {token} is outside the model's vocabulary of {config.vocab}"
             )
+
+
+def _warn_of_length(config: ModelConfig, longest: int, path: str) -> None:
+    """Print a warning of rows that are longer than those for which the model was made. longest: tokens of a row."""
+    most = config.max_positions
+    if config.positions.kind == "rope" and longest > most:
+        show(
+            f"megatron-lite: warning: {path}: rows of up to {longest} tokens exceed the model's {most} positions: "
+            "the positions beyond are extrapolated",
+            sys.stderr,
+        )
 
 
 def _row(opened: Opened, record: Any, where: str) -> tuple[list[int], int]:

@@ -602,3 +602,40 @@ def test_mistakes_are_refused_in_one_line(
     assert said in error[-1]
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     assert not any("Traceback" in line for line in error)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokens", "status", "message"),
+    [
+        ("gpt2", 96, 0, ""),
+        ("gpt2", 97, 2, "rows.jsonl, line 2: has 97 tokens, and the model only 96 positions"),
+        ("llama", 96, 0, ""),
+        ("llama", 97, 0, "rows of up to 97 tokens exceed the model's 96 positions"),
+    ],
+)
+def test_scored_rows_beyond_the_positions_are_refused_or_named(
+    model_type: str,
+    tokens: int,
+    status: int,
+    message: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A table of positions ends. Rope goes on, as transformers computes it."""
+    theirs = save(tmp_path / "model", model_type, max_position_embeddings=96)
+    row = [each % 50 + 1 for each in range(tokens)]
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text(f'{{"tokens": [1, 2, 3]}}\n{{"tokens": {row}}}\n')
+    assert run("score", tmp_path / "model", "--input", rows, "--output", out) == status
+    said = [
+        line for line in capfd.readouterr().err.splitlines() if line.startswith("megatron-lite")
+    ]
+    assert len(said) == bool(message)
+    assert message in "".join(said)
+    assert out.exists() == (status == 0)
+    if status == 0:
+        found = json.loads(out.read_text().splitlines()[1])["log_probs"]
+        with torch.no_grad():
+            logits = theirs(torch.tensor([row])).logits[0].float().log_softmax(-1)
+        expected = logits[:-1].gather(1, torch.tensor(row[1:])[:, None])[:, 0]
+        assert found == pytest.approx(expected.tolist(), abs=1e-4)
