@@ -93,11 +93,14 @@ def _read(descriptor: int, ceiling: int) -> bytes:
         return file.read(ceiling + 1)
 
 
-def read_json(path: Path, ceiling: int) -> Any:
-    """The value of a small JSON file. Raises CorruptCheckpoint for a file that is too large or is not JSON."""
+def read_json(path: Path, ceiling: int, **hooks: Any) -> Any:
+    """The value of a small JSON file. Raises CorruptCheckpoint for a file that is too large or is not JSON.
+
+    hooks: options of json.loads.
+    """
     content = read_small(path, ceiling)
     try:
-        return parse_json(content)
+        return parse_json(content, **hooks)
     except (ValueError, RecursionError) as error:
         instead = mistaken(content[:SEEN_BYTES])
         if instead:

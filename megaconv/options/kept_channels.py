@@ -10,7 +10,6 @@ from pathlib import Path
 
 from formats.wording import counted
 from megaconv.errors import UsageError
-from megaconv.local_paths import local_path
 from megaconv.options.kept_file import Kept, KeptFile, rising
 from megaconv.options.values import channel_numbers
 
@@ -50,7 +49,7 @@ def kept_channels(given: str | Path | Mapping[str, Iterable[int]] | KeptChannels
         return given
     if isinstance(given, Mapping):
         return KeptChannels({place: _numbers(given[place], place) for place in _named(given)})
-    path = local_path(given)
+    path = _FILE.path(given)
     if not path.is_file():
         raise UsageError(f"{path}: is no file; write one with `{_FILE.command}`")
     return KeptChannels(_FILE.read(path))

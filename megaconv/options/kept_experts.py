@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megaconv.errors import UsageError
-from megaconv.local_paths import local_path
 from megaconv.options.kept_file import Kept, KeptFile, rising
 from megaconv.options.values import expert_numbers
 
@@ -33,7 +32,7 @@ def kept_experts(given: str | Path | Iterable[int] | Mapping[str, Iterable[int]]
     if isinstance(given, str) and re.fullmatch(r"[\d\s,-]+", given, re.ASCII):
         return {EVERYWHERE: rising(expert_numbers(given), given, _FILE.part)}
     if isinstance(given, str | Path):
-        return _of_file(local_path(given))
+        return _of_file(_FILE.path(given))
     if isinstance(given, Mapping):
         return {layer: rising(expert_numbers(given[layer]), layer, _FILE.part) for layer in given}
     return {EVERYWHERE: rising(expert_numbers(given), "the list", _FILE.part)}

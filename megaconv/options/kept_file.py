@@ -1,6 +1,7 @@
 """Files that say which parts of a model stay: `{"keep": {"layers.3": [0, 2, 5]}}`. The ranking commands of the trainer write them."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,6 +10,7 @@ from typing import Any
 
 from formats.ceilings import SIDECAR_BYTES
 from megaconv.errors import CorruptCheckpoint, UsageError
+from megaconv.local_paths import local_path
 
 KEEP = "keep"
 """The key of such a file under which the parts are."""
@@ -32,11 +34,26 @@ class KeptFile:
     command: str
     """The command that writes such a file."""
 
+    def path(self, given: str | Path) -> Path:
+        """The path of such a file. Raises UsageError for a URI and for an empty text."""
+        if given == "":
+            raise UsageError("'': is an empty path; is a variable unset that it was made of?")
+        return local_path(given)
+
     def read(self, path: Path) -> dict[str, tuple[int, ...]]:
         """Return the numbers by place, in rising order. Raises UsageError, CorruptCheckpoint."""
         from formats.regular_files import read_json  # most commands read no such file
 
-        found = read_json(path, SIDECAR_BYTES)
+        def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            """The object. Python takes the last value of a key that is there twice."""
+            for name, count in Counter(name for name, _ in pairs).items():
+                if count > 1:
+                    raise CorruptCheckpoint(
+                        f"{path}: has the key {name!r:.80} twice; name each key of an object once"
+                    )
+            return dict(pairs)
+
+        found = read_json(path, SIDECAR_BYTES, object_pairs_hook=unique)
         places = found.get(KEEP) if isinstance(found, dict) else None
         if not isinstance(places, dict) or not places:
             raise self._unlike(path, f'an object "{KEEP}" with {self.holds}')

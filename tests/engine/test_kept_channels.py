@@ -373,6 +373,10 @@ def test_wrong_channels_are_refused(
 def test_other_words_and_models_are_refused(mixture: Path, tmp_path: Path) -> None:
     words = ["convert", mixture, tmp_path / "out", "--saver", "hf", "--keep-channels"]
     assert_refused(run(*words, "0-3"), 2, "0-3: is no file; write one with")
+    assert_refused(run(*words, ""), 2, "--keep-channels '': is an empty path")
+    twice = tmp_path / "twice.json"
+    twice.write_text('{"keep": {"hidden": [0], "hidden": [1]}}')
+    assert_refused(run(*words, twice), 3, "twice.json: has the key 'hidden' twice")
     file = kept_file(tmp_path / "kept.json", {"hidden": [0]})
     assert_refused(
         run(*words, file, "--base", mixture), 2, "--keep-channels and --base", "leave --base out"

@@ -298,7 +298,7 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ("3-1", 2, "write numbers of experts from 0, such as 0-15,24-31"),
         ("0,0,1", 2, "0,0,1: names expert 0 twice"),
         ("nowhere.json", 2, "nowhere.json: is neither a list of experts, such as 0-47,60, nor a file"),
-        ("", 2, "is neither a list of experts"),
+        ("", 2, "--keep-experts '': is an empty path; is a variable unset"),
         ({**OTHERS, "layers.3": [0, 1]}, 2, "layers.3 keeps 2 experts and mtp.0 4; all must keep"),
         ({"layers.2": [0, 1]}, 2, "says nothing of layers.3, mtp.0, which has experts in {} too"),
         ({**OTHERS, "layers.1": [0, 1, 2, 3]}, 2, "layers.1 of {} has no experts"),
@@ -330,6 +330,24 @@ def test_damaged_files_are_one_line(content: bytes, mixture: Path, tmp_path: Pat
     file.write_bytes(content)
     outcome = run("convert", mixture, tmp_path / "out", "--saver", "hf", "--keep-experts", file)
     assert_refused(outcome, 3, "kept.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "key"),
+    [
+        ('{"keep": {"layers.3": [0, 1], "mtp.0": [0, 1], "layers.3": [2, 3]}}', "layers.3"),
+        ('{"keep": {"layers.3": [0, 1]}, "tokens": 1, "keep": {"layers.3": [2, 3]}}', "keep"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named(
+    content: str, key: str, mixture: Path, tmp_path: Path
+) -> None:
+    """Python's reader takes the last one."""
+    file = tmp_path / "kept.json"
+    file.write_text(content)
+    outcome = run("convert", mixture, tmp_path / "out", "--saver", "hf", "--keep-experts", file)
+    assert_refused(outcome, 3, f"kept.json: has the key '{key}' twice; name each key")
+    assert not (tmp_path / "out").exists()
 
 
 def test_groups_of_experts_keep_the_same_number(tmp_path: Path) -> None:
