@@ -127,11 +127,12 @@ def require_input(place: str) -> None:
 
 
 def tokenizer_directory(place: str) -> Path:
-    """The directory with the small files of a local directory or a Hub id.
+    """The directory with the small files of a local directory or a Hub id, for `RUN/best` that of the best iteration.
 
     Downloads no weights. Raises CheckpointError.
     """
     place = _of_page(place)
+    place = place if scheme_of(place) else with_best(place)
     if not place.startswith(_SCHEME) and Path(place).exists():
         return _in_cache(Path(place))
     name, _, revision = place.removeprefix(_SCHEME).partition("@")

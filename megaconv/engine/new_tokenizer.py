@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from formats.rank_files import is_version
 from formats.small_files import SmallFile
 from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
-from megaconv.engine.sidecars import find_sidecars, is_of_tokenizer
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars, is_of_tokenizer
 from megaconv.engine.special_tokens import SpecialTokens, new_special_tokens, without_numbers
 from megaconv.engine.token_lists import Files, TokenList, kinds_of, pieces_of, texts_of, token_list
 from megaconv.errors import CheckpointError, CorruptCheckpoint, UsageError
@@ -134,13 +135,15 @@ def _files_of(given: str) -> dict[str, Path]:
         raise UsageError(
             f"--tokenizer {given}: is a file; give the directory of the tokenizer, {directory.parent}"
         )
-    found = {name: path for name, path in find_sidecars(directory).items() if is_of_tokenizer(name)}
-    if not kinds_of(found):
-        raise UsageError(
-            f"--tokenizer {given}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected a tokenizer that lists "
-            "its tokens"
-        )
-    return found
+    of_run = directory.parent if is_version(directory.name) else directory
+    for place in (directory, of_run / SIDECAR_DIRECTORY):
+        found = {name: path for name, path in find_sidecars(place).items() if is_of_tokenizer(name)}
+        if kinds_of(found):
+            return found
+    raise UsageError(
+        f"--tokenizer {given}: has no tokenizer.json, tokenizer.model, vocab.json or vocab.txt; expected a tokenizer that lists "
+        "its tokens"
+    )
 
 
 def tokenizer_files(header: Header) -> dict[str, SmallFile]:

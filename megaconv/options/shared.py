@@ -15,6 +15,13 @@ def local_checkpoint(given: str | Path) -> Path:
     return local_path(with_best(str(local_path(given))))
 
 
+def tokenizer_place(given: str | Path) -> str:
+    """The place of a tokenizer, for `RUN/best` that of the best iteration. Raises CheckpointError."""
+    from megaconv.best_iteration import with_best  # it reads files, which --help doesn't
+
+    return with_best(str(given))
+
+
 CONFIG: dict[str, Any] = {
     "read": local_checkpoint,
     "metavar": "PATH",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megaconv.errors import UsageError
 from megaconv.model.ceilings import VOCABULARY
 from megaconv.options.option import INPUT_AND_OUTPUT, VALUES, Range, normalize, option
+from megaconv.options.shared import tokenizer_place
 
 NEW_ROWS = MEAN, PIECES, ZERO = ("mean", "pieces", "zero")
 """The accepted values of `new_rows`."""
@@ -37,11 +38,11 @@ class VocabularyChoice:
         "--tokenizer",
         heading=INPUT_AND_OUTPUT,
         commands=("convert",),
-        read=str,
+        read=tokenizer_place,
         metavar="DIR",
-        help="The directory of the output's tokenizer, or a Hub id. For its new tokens the model gets new rows.",
+        help="The directory of the output's tokenizer, a Megatron run with hf/, or a Hub id. For its new tokens the model gets new rows.",
     )
-    """A directory or a Hub id; None: the input's."""
+    """A directory, a Megatron run or an iteration of one, or a Hub id; None: the input's."""
     new_rows: str | None = option(
         None,
         "--new-rows",

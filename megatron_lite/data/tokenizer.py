@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
+from formats.rank_files import is_version
 from formats.regular_files import check_size
 from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
@@ -275,8 +276,9 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def _with_tokenizer(directory: Path) -> Path:
-    """The directory with the tokenizer's files: a Megatron checkpoint of megaconv keeps them in hf/."""
-    inside = directory / "hf"
+    """The directory with the tokenizer's files: a Megatron run keeps them in hf/, beside its iterations."""
+    of_run = directory.parent if is_version(directory.name) else directory
+    inside = of_run / "hf"
     return inside if not _has_tokenizer(directory) and _has_tokenizer(inside) else directory
 
 

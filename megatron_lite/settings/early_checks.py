@@ -13,8 +13,9 @@ _INPUTS = (
     ("lora", "lora_load"),
     ("tasks", "pretrained_checkpoint"),
     ("retrieval", "bert_load"),
+    ("data", "tokenizer_model"),
 )
-"""(part of the settings, field) of the models that a run may start from."""
+"""(part of the settings, field) of the models that a run may start from, and of its tokenizer."""
 
 
 def with_best_iterations(settings: Settings) -> Settings:

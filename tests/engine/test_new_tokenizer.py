@@ -51,6 +51,31 @@ def embedding(model: Path) -> torch.Tensor:
     return load_file(model / "model.safetensors")["model.embed_tokens.weight"]
 
 
+@pytest.mark.parametrize("named", ["best", "iter_0000002", ""])
+def test_the_tokenizer_may_be_that_of_a_run(named: str, model: Path, tmp_path: Path) -> None:
+    """A Megatron run keeps it in hf/. The record names the iteration, because a later one may be the best."""
+    run_directory = tmp_path / "tuned"
+    new = write_tokenizer(run_directory / "hf", tuple(f"<tool_{n}>" for n in range(12)))
+    (run_directory / "iter_0000002").mkdir()
+    (run_directory / "best_checkpointed_iteration.txt").write_text("2")
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer"]
+    outcome = run(*words, run_directory / named)
+    assert outcome.status == 0, outcome.err
+    out = tmp_path / "out"
+    assert embedding(out).shape[0] == 275
+    assert (out / "tokenizer.json").read_bytes() == (new / "tokenizer.json").read_bytes()
+    record = json.loads((out / "megaconv.json").read_text())
+    recorded = "iter_0000002" if named else "tuned"
+    assert record["provenance"]["options"]["--tokenizer"] == recorded
+
+
+def test_a_run_without_a_best_iteration_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tuned" / "iter_0000002").mkdir(parents=True)
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer"]
+    outcome = run(*words, tmp_path / "tuned" / "best")
+    assert_refused(outcome, 2, "--tokenizer", "tuned/best: there is no", "--keep-best writes")
+
+
 def test_a_model_gets_rows_for_the_new_tokens_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
     new = write_tokenizer(tmp_path / "new", tuple(f"<tool_{n}>" for n in range(12)))
     (new / "chat_template.jinja").write_text("new")
@@ -135,8 +160,9 @@ def test_a_renamed_added_token_is_named(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
-    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer", tmp_path]
-    assert_refused(run(*words), 2, "has no tokenizer.json, tokenizer.model")
+    (tmp_path / "empty").mkdir()
+    words = ["convert", model, tmp_path / "out", "--saver", "hf", "--tokenizer"]
+    assert_refused(run(*words, tmp_path / "empty"), 2, "has no tokenizer.json, tokenizer.model")
 
 
 def test_the_tokenizer_of_a_megatron_checkpoint_is_replaced(model: Path, tmp_path: Path) -> None:

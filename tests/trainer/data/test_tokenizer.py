@@ -129,6 +129,11 @@ def test_a_megatron_checkpoint_has_the_tokenizer_in_hf(
         build_tokenizer(empty)
     shutil.copytree(files["vocab"].parent, tmp_path / "hf", dirs_exist_ok=True)
     assert build_tokenizer(empty).tokenize("The fox") == wanted
+    (tmp_path / "iter_0000002").mkdir()
+    (tmp_path / "best_checkpointed_iteration.txt").write_text("2")
+    for name in ("iter_0000002", "best"):
+        one = TokenizerOptions("HuggingFaceTokenizer", model=str(tmp_path / name))
+        assert build_tokenizer(one).tokenize("The fox") == wanted
 
 
 @pytest.mark.oracle
