@@ -263,8 +263,11 @@ def load(engine: Engine, start: Start) -> None:
         _check_kind(native.parts, set(owned.tensors), start)
         for slot, flat in owned.tensors.items():
             tensors = {name: start.tensors.get(Key(name, slot)) for name in native.parts}
-            if slot == "master" and not any(tensors.values()):
-                continue  # an fp32 run's weights are its masters
+            if slot == MASTER and not any(tensors.values()):
+                if engine.dtype_of(owned.info) == torch.float32:
+                    continue  # the parameter is its own master, and is loaded
+                # Weights in fp32 are masters. A parameter of 16 bits has only their upper bits.
+                tensors = {name: weights[name] for name in native.parts}
             values = read_range(native, slot, tensors, owned.start, owned.end)
             flat.copy_(values)
     optimizer.weights_from_masters()

@@ -145,6 +145,18 @@ def test_a_run_goes_on_in_its_precision_unless_a_flag_says_another(
     assert "changed since the checkpoint: precision fp32 -> bf16" in back
 
 
+def test_a_run_in_16_bits_goes_on_from_all_bits_of_fp32_weights(tmp_path: Path) -> None:
+    """The weights of an fp32 checkpoint are its masters."""
+    train(tmp_path, 1, f"pretrain {LLAMA} --train-iters 2 --bf16 --save run")
+    megaconv.convert(tmp_path / "run", tmp_path / "in-fp32", saver="core", dtype="fp32")
+    for start in ("run", "in-fp32"):
+        goes_on = f"pretrain --load {start} {WORDS} --train-iters 3 --bf16 --save from-{start}"
+        train(tmp_path, 1, goes_on)
+    assert megaconv.fingerprint(tmp_path / "from-in-fp32") == megaconv.fingerprint(
+        tmp_path / "from-run"
+    )
+
+
 def test_a_run_that_continues_without_fp8_says_so(tmp_path: Path) -> None:
     command = f"pretrain {LLAMA} --bf16 --save ckpt --resume --train-iters"
     train(tmp_path, 1, f"{command} 2 --fp8-format hybrid")
