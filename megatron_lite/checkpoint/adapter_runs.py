@@ -2,12 +2,12 @@
 
 iter_0000100/adapter_config.json, adapter_model.safetensors      peft's files; the weights are the optimizer's float32 masters
 iter_0000100/optimizer.safetensors                               `exp_avg.<name>` …, whole matrices, one per expert
-iter_0000100/trainer_state.json                                  progress, precision, objective, and the base model of the adapters
+iter_0000100/trainer_state.json                                  progress, precision, objective, the base model and samples of its weights
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megaconv.local_paths import local_path
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Key
 from megatron_lite.checkpoint.adapters import gather_adapters, init_adapters, load_adapters
+from megatron_lite.checkpoint.base_samples import check_same_base, samples_of
 from megatron_lite.checkpoint.peft import ReadAdapter, adapter_files, read_adapter
 from megatron_lite.checkpoint.restore import load_state
 from megatron_lite.checkpoint.same_run import STATE, check_same_objective, check_same_start
@@ -53,10 +54,25 @@ class AdapterStart:
     """The base that an adapter of --lora-load names, if it is another one than --load."""
     dtype: str | None = None
     """The compute dtype of the continued run, or None if its state does not record one."""
+    base_samples: Mapping[str, str] = field(default_factory=dict)
+    """Samples of the base's weights (base_samples.py)."""
 
 
-def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | None:
-    """Return the adapters to start from, or None for a run that trains all weights. Raises CheckpointError."""
+def find_adapters(
+    settings: Settings, config: ModelConfig, base: Mapping[str, LazyTensor]
+) -> AdapterStart | None:
+    """Return the adapters to start from, or None for a run that trains all weights. Raises CheckpointError.
+
+    base: the base's weights by canonical name.
+    """
+    found = _find(settings, config, base)
+    return None if found is None else replace(found, base_samples=samples_of(base))
+
+
+def _find(
+    settings: Settings, config: ModelConfig, base: Mapping[str, LazyTensor]
+) -> AdapterStart | None:
+    """Return the adapters without samples of their base."""
     lora = settings.lora
     if not lora.wanted:
         adapter_options(settings)  # refuses flags of adapters
@@ -66,7 +82,7 @@ def find_adapters(settings: Settings, config: ModelConfig) -> AdapterStart | Non
         assert saving.save is not None
         version = rank_files.find_version(Path(saving.save))
         assert version is not None
-        return _continued(settings, version, config)
+        return _continued(settings, version, config, base)
     if lora.lora_load is None:
         options = adapter_options(settings)
         assert options is not None
@@ -119,7 +135,10 @@ def _read(settings: Settings, place: Path, config: ModelConfig) -> ReadAdapter:
     return replace(found, options=replace(found.options, dropout=lora.lora_dropout))
 
 
-def _continued(settings: Settings, version: Path, config: ModelConfig) -> AdapterStart:
+def _continued(
+    settings: Settings, version: Path, config: ModelConfig, weights: Mapping[str, LazyTensor]
+) -> AdapterStart:
+    """Return the adapters of a run that goes on. weights: of its base."""
     if not (version / STATE).is_file():
         raise UsageError(
             f"--resume: {version} is not a checkpoint of adapters; leave --lora-rank out to continue its run"
@@ -129,6 +148,7 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
         progress, base = Progress(**state["progress"]), str(state["base"])
         dtype = None if state.get("dtype") is None else str(state["dtype"])
         before = dict(state.get("objective", {}))
+        samples = dict(state.get("base_samples", {}))
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpoint(
             f"{version / STATE}: is not the state of a run ({error})"
@@ -136,6 +156,7 @@ def _continued(settings: Settings, version: Path, config: ModelConfig) -> Adapte
     saved = str(version.parent)
     check_same_start(settings, saved, base)
     check_same_objective(settings, saved, before)
+    check_same_base(weights, samples, version, str(settings.checkpointing.load))
     read = _read(settings, version, config)
     tensors: dict[Key, LazyTensor] = {Key(name): tensor for name, tensor in read.tensors.items()}
     if (version / OPTIMIZER).is_file() and not settings.checkpointing.no_load_optim:
@@ -167,12 +188,13 @@ def adapter_snapshot(
     progress: Progress,
     base: str,
     objective: Mapping[str, Any],
+    base_samples: Mapping[str, str],
     *,
     with_optimizer: bool,
 ) -> Snapshot:
     """Return the snapshot of a run's adapters: the whole model on rank 0, empty on other ranks. Collective.
 
-    objective: see stated_objective.
+    objective: see stated_objective. base_samples: of the base's weights.
     """
     options = engine.options.lora
     assert options is not None
@@ -189,6 +211,7 @@ def adapter_snapshot(
     files = adapter_files(weights, engine.config, options, base)
     state: dict[str, Any] = {
         "base": base,
+        "base_samples": dict(base_samples),
         "objective": dict(objective),
         "dtype": engine.options.dtype,
         "progress": asdict(progress),

@@ -133,6 +133,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
         progress=replace(progress, data=identity),
         exam=data.exam(setup),
         saved=basis.progress.iteration or None,
+        base_samples={} if basis.adapters is None else basis.adapters.base_samples,
     )
     introduce(run, basis.start, basis.adapters, setup.tokenizer, basis.former_dtype)
     if basis.progress.iteration and basis.progress.data not in (None, identity):
@@ -164,7 +165,8 @@ def _basis(settings: Settings, place: Place, *, finetune: bool) -> Basis:
     config, dropouts = _model(settings, start, tokenizer)
     config = objective.described(config, tokenizer)
     data = all_or_none(lambda: objective.read(settings, tokenizer))
-    adapters = once_a_node(lambda: find_adapters(settings, config), place.node)
+    base = {} if start is None else start.weights
+    adapters = once_a_node(lambda: find_adapters(settings, config, base), place.node)
     teacher = once_a_node(lambda: find_teacher(settings, config, start, tokenizer), place.node)
     return Basis(objective, start, adapters, tokenizer, config, dropouts, data, teacher)
 

@@ -60,6 +60,8 @@ class Run:
     """The measurement after each epoch, if the data has one."""
     examined: int | None = None
     """The iteration of the last measurement."""
+    base_samples: Mapping[str, str] = field(default_factory=dict)
+    """Samples of the weights of the base of adapters (checkpoint/base_samples.py)."""
 
     def say(self, text: str) -> None:
         """Print on rank 0."""

@@ -83,6 +83,7 @@ def _take(run: Run, progress: Progress) -> Snapshot:
         progress,
         str(saving.load),
         stated_objective(run.settings),
+        run.base_samples,
         with_optimizer=not saving.no_save_optim,
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megaconv
 from tests.trainer.loop.launches import metrics, train
@@ -245,6 +245,41 @@ def test_a_run_of_adapters_is_not_continued_with_another_base(tmp_path: Path) ->
     log = train(tmp_path, 1, resumed.replace(str(BASE), "moved/base")).log(0)
     assert "continuing after step 1, 4 samples" in log
     assert "warning" not in log
+
+
+def test_a_base_with_other_weights_under_its_path_is_noticed(tmp_path: Path) -> None:
+    """Weights of another training. A copy in another dtype or format has the same weights."""
+    shutil.copytree(BASE, tmp_path / "base")
+    run_on_copy = FRESH.replace(str(BASE), "base")
+    train(tmp_path, 1, f"{run_on_copy} --train-iters 1 --save ckpt")
+    resumed = f"{run_on_copy} --train-iters 2 --save ckpt --resume"
+    (file,) = (tmp_path / "base").glob("*.safetensors")
+    changed = {
+        name: tensor * (1 + 0.02 * torch.randn(tensor.shape))
+        for name, tensor in load_file(file).items()
+    }
+    save_file(changed, file, metadata={"format": "pt"})
+    said = refused(tmp_path, resumed)
+    assert "--save ckpt: holds adapters of other weights than those of base now, such as" in said
+    assert "--lora-load ckpt/iter_0000001 and another --save" in said
+    advised = run_on_copy.replace("--lora-rank 4 --lora-targets q_proj v_proj linear_fc2", "")
+    train(tmp_path, 1, f"{advised} --lora-load ckpt/iter_0000001 --train-iters 1 --save another")
+    for name, options in (("hf", {"dtype": "bfloat16"}), ("core", {"tp": 2})):
+        shutil.rmtree(tmp_path / "base")
+        megaconv.convert(BASE, tmp_path / "base", saver=name, **options)
+        shutil.copytree(tmp_path / "ckpt", tmp_path / f"to-{name}")
+        log = train(tmp_path, 1, resumed.replace("ckpt", f"to-{name}")).log(0)
+        assert "continuing after step 1, 4 samples" in log
+
+
+def test_a_run_that_recorded_no_samples_of_its_base_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, 1, f"{FRESH} --train-iters 1 --save ckpt")
+    state = tmp_path / "ckpt" / "iter_0000001" / "trainer_state.json"
+    content = json.loads(state.read_text())
+    assert 1 < len(content.pop("base_samples")) <= 16
+    state.write_text(json.dumps(content))
+    log = train(tmp_path, 1, f"{FRESH} --train-iters 2 --save ckpt --resume").log(0)
+    assert "continuing after step 1, 4 samples" in log
 
 
 def test_a_base_is_needed_and_another_runs_checkpoint_is_kept(tmp_path: Path) -> None:
