@@ -85,14 +85,9 @@ class ParameterInfo:
         return (self.kind is Kind.VOCABULARY or self.name.endswith(ROWS)) and self.decays
 
 
-def is_of_mtp(name: str) -> bool:
-    """Return whether a parameter belongs to a layer that predicts further tokens. name: ParameterInfo.name."""
-    return name.startswith(_MTP)
-
-
 def can_rest(name: str, kind: Kind) -> bool:
     """Return whether a parameter is trained by the losses of further tokens alone. name: ParameterInfo.name."""
-    return is_of_mtp(name) and kind is not Kind.UNTRAINED
+    return name.startswith(_MTP) and kind is not Kind.UNTRAINED
 
 
 def parameter_infos(

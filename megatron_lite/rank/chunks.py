@@ -21,7 +21,6 @@ from megatron_lite.parallel.parameters import (
     ParameterInfo,
     adapter_info,
     can_rest,
-    is_of_mtp,
     parameter_infos,
     replace_parameter,
     rows_info,
@@ -70,7 +69,7 @@ def build_chunks(
             adapters += _attach_rows(module, infos, plan, lora)
         built.chunks.append(module)
         built.infos.append(infos if trains_mtp else _with_resting_mtp(infos))
-        built.adapters.append(adapters if trains_mtp else _with_resting_adapters(adapters))
+        built.adapters.append(adapters)
     if lora is not None:
         check_targets(config, lora.targets, found=_anywhere(found_adapters, grid))
     return built
@@ -82,11 +81,6 @@ def _with_resting_mtp(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
         replace(info, rests=True, frozen=True) if can_rest(info.name, info.kind) else info
         for info in infos
     ]
-
-
-def _with_resting_adapters(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-    """Return the parameters of adapters, of which those of MTP layers keep their values. They have optimizer state."""
-    return [replace(info, rests=is_of_mtp(info.name)) for info in infos]
 
 
 def _anywhere(found: bool, grid: Grid) -> bool:

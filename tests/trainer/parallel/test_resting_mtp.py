@@ -245,12 +245,19 @@ def as_tensor(stored: LazyTensor) -> torch.Tensor:
     return values.reshape(tuple(stored.shape))
 
 
-def test_resting_layers_have_no_gradients(world: World) -> None:
+@pytest.mark.parametrize("model", ["mimo", "further tokens, tied", "hybrid, further tokens"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_resting_layers_have_no_gradients(*, lora: bool, model: str, world: World) -> None:
+    """MTP layers have no adapters either."""
     del world
-    case = Case("mimo", steps=1)
+    options = (("lora", ADAPTERS),) if lora else ()
+    case = Case(model, steps=1, options=options)
     engine = make_engine(case, criterion=SIMPO)
     config = changed(MODELS[case.model], {"mtp_layers": 0})
     alone = make_engine(case, config=config, criterion=SIMPO)
+    assert not [
+        info.name for infos in engine.trained for info in infos if info.name.startswith(MTP)
+    ]
     assert not [info.name for (infos,) in [engine.trained] for info in infos if info.rests]
     counts = [
         sum(owned.elements for owned in each.optimizer.ranges())
