@@ -118,6 +118,9 @@ def _grammar(
         raise UsageError(f"the schema can't be read: {error}") from error
     if first.is_error():
         raise UsageError(f"the schema can't be used: {first.get_error()}")
+    first.compute_logit_bias()
+    if first.is_error():  # no token may come first
+        raise UsageError("the schema can't be used: no JSON fits it; look for a $ref to itself")
     return Grammar(tokens, rules, ends)
 
 

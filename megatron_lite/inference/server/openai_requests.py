@@ -12,7 +12,7 @@ from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import encode, encode_chat
-from megatron_lite.inference.requests import Request, check
+from megatron_lite.inference.requests import Request, TooLong, check
 from megatron_lite.inference.sampling import (
     LARGEST_REPETITION_PENALTY,
     LEAST_REPETITION_PENALTY,
@@ -196,8 +196,10 @@ def _shared(
             raise Refused(str(error), "prompt") from error
         try:
             check(Request(prompt, max(max_tokens, 1)), opened.model.length + (max_tokens == 0))
-        except UsageError as error:
+        except TooLong as error:
             raise NoRoom(str(error), len(prompt)) from error
+        except UsageError as error:
+            raise Refused(str(error), "prompt") from error
     return Wanted(
         prompts,
         max_tokens,

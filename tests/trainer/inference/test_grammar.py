@@ -101,7 +101,9 @@ def test_parameters_of_a_demanded_call_may_refer_to_their_definitions(
         assert call["arguments"]["to"]["city"] in ("Bonn", "Rome")
 
 
-@pytest.mark.parametrize("schema", [{"type": "strange"}, {"$ref": "#/nowhere"}, {"enum": []}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "strange"}, {"$ref": "#/nowhere"}, {"enum": []}, {"$ref": "#"}]
+)
 def test_a_schema_that_nothing_fits_is_refused(
     tokenizer: HuggingFaceTokenizer, schema: dict[str, Any]
 ) -> None:

@@ -276,6 +276,15 @@ def test_bad_requests_are_refused_with_a_message(
     assert said["error"]["message"]
 
 
+def test_an_empty_prompt_is_no_prompt_that_is_too_long(serving: Serving) -> None:
+    """Clients shorten a prompt that is too long, and ask again."""
+    codes = {"": None, "x" * 2000: "context_length_exceeded"}
+    for prompt, code in codes.items():
+        status, said = serving.ask("/v1/completions", {"prompt": prompt})
+        assert (status, said["error"]["code"]) == (400, code)
+        assert said["error"]["param"] == "prompt"
+
+
 def head(
     serving: Serving, lines: list[str], route: str = "/v1/completions", method: str = "POST"
 ) -> socket.socket:
