@@ -108,7 +108,7 @@ def convert(
     layers: the source's layers that the output has, such as `"0-15,24-31"`, or their numbers.
     keep_experts: the experts of each layer that the output keeps, such as `"0-47,60"`, their numbers, a file of
     `megatron-lite rank-experts`, or numbers by layer: `{"layers.3": [0, 2]}`.
-    keep_channels: the channels of hidden states and MLPs that the output keeps: a file of `megatron-lite rank-channels`, or
+    keep_channels: the channels of hidden states and MLPs and the heads that the output keeps: a file of `megatron-lite rank-channels`, or
     numbers by name: `{"hidden": [0, 2], "layers.3.mlp": [1, 2, 5]}`.
     num_experts, moe_router_topk, moe_upcycling_granularity, experts_of: the experts that a dense model's MLPs become.
     vocab_size, pad_to_multiple_of: the output's number of tokens, and a number whose multiple it has to be.

@@ -1,67 +1,61 @@
-"""--keep-channels: a narrower model, of some channels of the hidden states and of the MLPs.
+"""--keep-channels: a narrower model, of some channels of the hidden states and of the MLPs, and of some heads.
 
 hidden              rows and columns of every tensor with an axis of the hidden states
 layers.3.mlp        rows of the first matrices of an MLP, and columns of its last one
+layers.3.attn       the same of heads, and of the groups that they belong to
 """
 
-import json
 import math
-import re
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from formats.tensor import LazyTensor
-from formats.wording import listing
+from formats.tensor import LazyTensor, ReshapedTensor
+from formats.wording import counted, listing
 from megaconv.engine.derived import (
     derived_header,
     require_language_model,
     require_within,
     same_number,
 )
-from megaconv.errors import CorruptCheckpoint, NotExpressible, UsageError
+from megaconv.engine.kept_places import (
+    ALTERNATING,
+    HEADS,
+    PARTS,
+    WIDTHS,
+    is_hidden,
+    mixer_of,
+    mlp_of,
+    places_of,
+)
+from megaconv.engine.narrowed_config import narrowed_config
+from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
-from megaconv.model.fields import changed
 from megaconv.model.ir import Header, Key, Source, TensorInfo
-from megaconv.model.meaning import lost_fields, require_kept
 from megaconv.model.table import canonical_axes, canonical_shapes
 from megaconv.options.kept_channels import HIDDEN, KeptChannels
 from megaconv.options.kept_file import Kept
 from megaconv.values.selected import SelectedColumns, SelectedRows
 
 _OPTION = "--keep-channels"
-_MLP = re.compile(r"(?P<mlp>.+?\.mlp(?:\.experts\.\d+|\.shared)?)\.")
-WIDTHS = {"ffn": "mlp.ffn", "moe_ffn": "experts.ffn", "shared_ffn": "experts.shared_ffn"}
-"""The sizes of MLPs' channels -> the fields that hold them: of dense MLPs, routed experts, shared experts."""
-NAMES = {
-    HIDDEN: "the hidden states",
-    "mlp.ffn": "each MLP",
-    "experts.ffn": "each expert",
-    "experts.shared_ffn": "each shared expert",
-}
-"""Fields -> what has these channels, for lines."""
-_ALTERNATING = "2*moe_ffn"
-"""An axis of an expert whose rows are those of its two first matrices by turns."""
-_ROOTS = ("embedding_scale", "head.divisor")
-"""Fields that are the root of the hidden size in some families."""
 _Selected = Mapping[Key, Sequence[int]]
 
 
 @dataclass(frozen=True)
 class NarrowedModel:
-    """A model's weights without some of its channels."""
+    """A model's weights without some of its channels and heads."""
 
     whole: Source
-    """The model with all channels."""
+    """The model with all of them."""
     header: Header
     chosen: KeptChannels
     rows: _Selected
-    """Tensors -> their rows that stay; others keep all rows."""
+    """Tensors -> the indices of their first axis that stay; others keep all."""
     columns: _Selected
-    """The same of columns."""
+    """The same of the last axis."""
     sizes: Mapping[str, int]
     """The new sizes by field, such as `hidden` and `mlp.ffn`."""
 
@@ -75,8 +69,9 @@ class NarrowedModel:
         """For people: the new sizes."""
         before = self.sizes_before
         return [
-            f"{size} of {before[field]} channels of {NAMES[field]}"
+            f"{size} of {before[field]} {PARTS[field]}"
             for field, size in self.sizes.items()
+            if size < before[field]
         ]
 
     @property
@@ -90,58 +85,44 @@ class NarrowedModel:
         for key in self.header.manifest:
             tensor = found[key]
             if key in self.rows:
-                tensor = SelectedRows(tensor, self.rows[key])
+                tensor = _with_rows(tensor, self.rows[key])
             if key in self.columns:
                 tensor = SelectedColumns(tensor, self.columns[key])
             yield key, tensor
 
 
 def with_kept_channels(source: Source, chosen: KeptChannels, place: str) -> NarrowedModel:
-    """The model with these channels, counted from 0.
+    """The model with these channels and heads, counted from 0.
 
-    place: the source, for messages. Raises UnsupportedInput for adapters and for models of no family, UsageError for channels
-    or MLPs that there aren't and for numbers that differ from MLP to MLP, NotExpressible if no such model is possible.
+    place: the source, for messages. Raises UnsupportedInput for adapters and for models of no family, UsageError for channels,
+    MLPs or heads that there aren't and for numbers that differ from MLP to MLP, NotExpressible if no such model is possible.
     """
     header = source.header
     require_language_model(header, place, _OPTION)
     axes = canonical_axes(family(header.config.family).rows, header.config)
-    sizes = _sizes(header.config, axes, chosen.numbers, place)
-    config = _config(header.config, axes, sizes)
-    rows, columns = _selected(header.config, axes, chosen.numbers)
+    by_field = _by_field(header.config, axes, chosen.numbers, place)
+    groups = _groups(header.config, by_field)
+    sizes = _sizes(by_field, groups)
+    config = narrowed_config(header.config, axes, sizes, _OPTION)
+    rows, columns = _selected(header.config, axes, chosen.numbers, groups)
     manifest = _manifest(header, config, rows, columns)
     made = derived_header(header, config, manifest, {}, altered={*rows, *columns})
     return NarrowedModel(source, made, chosen, rows, columns, sizes)
 
 
-def mlp_of(name: str) -> str | None:
-    """The canonical name of the MLP that a tensor belongs to; None for other tensors."""
-    match = _MLP.match(name)
-    return match and match["mlp"]
+def _with_rows(tensor: LazyTensor, rows: Sequence[int]) -> LazyTensor:
+    """Some indices of a tensor's first axis."""
+    first, *others = tensor.shape
+    if len(others) < 2:
+        return SelectedRows(tensor, rows)
+    matrix = ReshapedTensor(tensor, (first, math.prod(others)))
+    return ReshapedTensor(SelectedRows(matrix, rows), (len(rows), *others))
 
 
-def places_of(axes: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """The places whose channels can be chosen: `hidden`, and MLPs by their canonical names -> the field that holds their size.
-
-    axes: of all tensors.
-    """
-    found = {HIDDEN: HIDDEN}
-    for name, of_tensor in axes.items():
-        mlp = mlp_of(name)
-        widths = [axis for axis in of_tensor if axis in WIDTHS or axis == _ALTERNATING]
-        if mlp and widths:
-            found[mlp] = WIDTHS[widths[0].rpartition("*")[2]]
-    return found
-
-
-def is_hidden(axis: str, config: ModelConfig) -> bool:
-    """True for an axis of the channels of the hidden states."""
-    return axis == HIDDEN or (axis == "expert_hidden" and not config.experts.latent)
-
-
-def _sizes(
+def _by_field(
     config: ModelConfig, axes: Mapping[str, Sequence[str]], chosen: Kept, place: str
-) -> dict[str, int]:
-    """Fields -> their new sizes. Raises UsageError."""
+) -> dict[str, Kept]:
+    """Fields -> the places whose number they hold, and what these keep. Raises UsageError."""
     known = places_of(axes)
     unknown = [name for name in chosen if name not in known]
     if unknown:
@@ -153,109 +134,105 @@ def _sizes(
         missing = [name for name, of in known.items() if of == field and name not in kept]
         if missing:
             raise UsageError(
-                f"{_OPTION}: says nothing of {listing(missing)}, which has the same width in {place}; name the channels of each of them"
+                f"{_OPTION}: says nothing of {listing(missing)}, which has as many {_part(field)}s in {place}; name those of each of them"
             )
-        require_within(kept, value_of(config, field), "channel", _OPTION, place)
-    return {field: same_number(kept, "channel", _OPTION) for field, kept in by_field.items()}
+        require_within(kept, value_of(config, field), _part(field), _OPTION, place)
+    return dict(by_field)
 
 
-def _config(
-    config: ModelConfig, axes: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
-) -> ModelConfig:
-    """The configuration of the model. Raises NotExpressible if no such model is possible."""
-    has_own_widths = any(kind.ffn is not None for kind in config.layers)
-    has_encoder_width = any("encoder_ffn" in of_tensor for of_tensor in axes.values())
-    if "mlp.ffn" in sizes and (has_own_widths or has_encoder_width):
-        raise NotExpressible(
-            f"{_OPTION}: layers of this {config.family} have MLPs of other widths; keep the channels of MLPs"
-        )
-    try:
-        narrowed = changed(config, {**sizes, **_following(config, axes, sizes)})
-        return replace(narrowed, hf=_own_config(narrowed))
-    except (CorruptCheckpoint, NotExpressible) as error:
-        raise NotExpressible(f"{_OPTION}: no {config.family} has these sizes: {error}") from error
+def _part(field: str) -> str:
+    """The parts that a field counts, for messages."""
+    return "head" if field in HEADS else "channel"
 
 
-def _following(
-    config: ModelConfig, axes: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
-) -> dict[str, Any]:
-    """Values that follow from the new sizes."""
-    found: dict[str, Any] = {}
-    has_dense = "mlp.ffn" in places_of(axes).values()
-    if not has_dense and "experts.ffn" in sizes and config.mlp.ffn == config.experts.ffn:
-        found["mlp.ffn"] = sizes["experts.ffn"]  # a width that no tensor has
-    for field in _ROOTS if HIDDEN in sizes else ():
-        value = value_of(config, field)
-        if value == math.sqrt(config.hidden) and not _is_stated(config, field):
-            found[field] = math.sqrt(sizes[HIDDEN])
+def _groups(config: ModelConfig, by_field: Mapping[str, Kept]) -> dict[str, Kept]:
+    """Fields with numbers of groups -> mixers, and their groups that stay. Raises UsageError."""
+    found: dict[str, Kept] = {}
+    for field, kind in HEADS.items():
+        if field in by_field:
+            per_group = value_of(config, field) // value_of(config, kind.group_field)
+            found[kind.group_field] = _of_heads(by_field[field], per_group)
     return found
 
 
-def _is_stated(config: ModelConfig, field: str) -> bool:
-    """True if a config.json of the family states a field, False if its class computes the field with the hidden size."""
-    another = changed(config, {field: value_of(config, field) + 1})
-    try:
-        family(config.family).write_hf(another)
-    except NotExpressible:
-        return False
-    return True
+def _of_heads(kept: Kept, per_group: int) -> Kept:
+    """Mixers -> the groups of the heads that stay, in rising order. kept: mixers -> their heads. Raises UsageError."""
+    found: dict[str, tuple[int, ...]] = {}
+    for mixer, heads in kept.items():
+        sizes = Counter(head // per_group for head in heads)
+        _require_equal(sizes, mixer, per_group)
+        found[mixer] = tuple(sizes)
+    return found
 
 
-def _own_config(made: ModelConfig) -> Mapping[str, Any] | None:
-    """The model's own config.json for the new sizes; None if it isn't known. Raises NotExpressible if it can't describe them."""
-    if made.hf is None:
-        return None
-    table = family(made.family)
-    own: dict[str, Any] = json.loads(table.config_json(made))
-    if lost_fields(made, _read(own, made)):
-        # A key that a config.json leaves out may follow from a size that changes, such as head_dim.
-        stated = {key: value for key, value in own.items() if value is not None}
-        own = {**own, **table.write_hf(made), **stated}
-    require_kept(made, _read(own, made), "its config.json")
-    return own
+def _require_equal(sizes: Mapping[int, int], mixer: str, per_group: int) -> None:
+    """Raise UsageError if groups keep different numbers of heads. sizes: groups -> the numbers that they keep."""
+    least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    if sizes[least] < sizes[most]:
+        raise UsageError(
+            f"{_OPTION}: {mixer} keeps {counted(sizes[least], 'head')} of group {least} and {sizes[most]} of group {most}; each "
+            f"{per_group} heads in a row are a group, and all groups that stay must keep the same number"
+        )
 
 
-def _read(raw: Mapping[str, Any], made: ModelConfig) -> ModelConfig:
-    """The model of a config.json, which may list MTP layers that no file holds."""
-    found = family(made.family).read_hf(raw)
-    return replace(found, mtp_layers=made.mtp_layers, dtype=made.dtype)
+def _sizes(by_field: Mapping[str, Kept], groups: Mapping[str, Kept]) -> dict[str, int]:
+    """Fields -> their new sizes. Raises UsageError."""
+    parts = {field: same_number(kept, _part(field), _OPTION) for field, kept in by_field.items()}
+    of_groups = {field: same_number(kept, "group", _OPTION) for field, kept in groups.items()}
+    return {**parts, **of_groups}
 
 
 def _selected(
-    config: ModelConfig, axes: Mapping[str, Sequence[str]], chosen: Kept
+    config: ModelConfig,
+    axes: Mapping[str, Sequence[str]],
+    chosen: Kept,
+    groups: Mapping[str, Kept],
 ) -> tuple[_Selected, _Selected]:
-    """(the rows of tensors that stay, the columns)."""
+    """(the indices of tensors' first axes that stay, those of their last ones)."""
     rows: dict[Key, Sequence[int]] = {}
     columns: dict[Key, Sequence[int]] = {}
+    sizes = config.sizes()
     for name, of_tensor in axes.items():
-        of_mlp = chosen.get(mlp_of(name) or "")
-        if len(of_tensor) > 2:
-            continue  # the shape shows whether such a tensor has these axes
-        for axis, found in zip(of_tensor, (rows, columns), strict=False):
-            selected = _channels(axis, config, of_mlp, chosen.get(HIDDEN))
-            if selected is not None:
-                found[Key(name)] = selected
+        kept = _units(name, config, chosen, groups)
+        of_rows = _stay(of_tensor[0], kept, sizes) if of_tensor else None
+        of_columns = _stay(of_tensor[-1], kept, sizes) if len(of_tensor) > 1 else None
+        if of_rows is not None:
+            rows[Key(name)] = of_rows
+        if of_columns is not None:
+            columns[Key(name)] = of_columns
     return rows, columns
 
 
-def _channels(
-    axis: str, config: ModelConfig, of_mlp: Sequence[int] | None, hidden: Sequence[int] | None
-) -> Sequence[int] | None:
-    """The channels of an axis that stay; None if all do."""
-    if axis in WIDTHS:
-        return of_mlp
-    if axis == _ALTERNATING:
-        return of_mlp and array("q", [2 * each + half for each in of_mlp for half in (0, 1)])
-    *factors, unit = axis.split("*")
-    if not is_hidden(unit, config) or hidden is None:
+def _units(name: str, config: ModelConfig, chosen: Kept, groups: Mapping[str, Kept]) -> Kept:
+    """The units in a tensor's axes of which some stay, such as `ffn` and `kv_heads` -> those that stay."""
+    found: dict[str, Sequence[int]] = {}
+    if HIDDEN in chosen:
+        hidden = [axis for axis in (HIDDEN, "expert_hidden") if is_hidden(axis, config)]
+        found |= dict.fromkeys(hidden, chosen[HIDDEN])
+    mlp, mixer = mlp_of(name), mixer_of(name)
+    if mlp and mlp in chosen:
+        found |= dict.fromkeys(WIDTHS, chosen[mlp])
+    if mixer and mixer[0] in chosen:
+        place, kind = mixer
+        found |= {kind.heads: chosen[place], kind.groups: groups[kind.group_field][place]}
+    return found
+
+
+def _stay(axis: str, kept: Kept, sizes: Mapping[str, int]) -> Sequence[int] | None:
+    """The indices of an axis that stay; None if all do. kept: see _units. sizes: of all units."""
+    factors = axis.split("*")
+    if axis == ALTERNATING:
+        factors.reverse()
+    unit = next((factor for factor in factors if factor in kept), None)
+    if unit is None:
         return None
-    if not factors:
-        return hidden
-    # Several hidden states one behind the other.
-    sizes = config.sizes()
-    count = math.prod(int(word) if word.isdigit() else sizes[word] for word in factors)
-    starts = range(0, count * config.hidden, config.hidden)
-    return array("q", [start + each for start in starts for each in hidden])
+    if unit == axis:
+        return kept[unit]
+    place = factors.index(unit)
+    numbers = [int(factor) if factor.isdigit() else sizes[factor] for factor in factors]
+    times, size, each = math.prod(numbers[:place]), numbers[place], math.prod(numbers[place + 1 :])
+    firsts = [(turn * size + number) * each for turn in range(times) for number in kept[unit]]
+    return array("q", [first + element for first in firsts for element in range(each)])
 
 
 def _manifest(

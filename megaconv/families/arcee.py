@@ -4,6 +4,7 @@ from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (
     ATTENTION_BIASES,
     DENSE,
+    HEADS_DIVIDE_HIDDEN,
     LLAMA_LIKE,
     SQUARED_RELU,
     decoder_keys,
@@ -16,6 +17,7 @@ _KEYS = (
     *decoder_keys(positions=4096, epsilon=1e-5, tokens=(128000, 128001, None)),
     ATTENTION_BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = Family(

@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 from megaconv.families.llama import FAMILY as LLAMA
-from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, SILU, decoder_keys
+from megaconv.families.parts.decoder_keys import (
+    ATTENTION_BIASES,
+    HEADS_DIVIDE_HIDDEN,
+    SILU,
+    decoder_keys,
+)
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD
 from megaconv.families.parts.experts import MOE_NORM, expert_rows, shared_expert_rows
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
@@ -41,6 +46,7 @@ _KEYS = (
     Keys(("intermediate_size", _SHARES), _read_widths, _write_widths),
     size("moe_num_experts", "experts.count", 8),
     size("moe_topk", "experts.per_token", 2),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = replace(

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megaconv.families.llama import FAMILY as LLAMA
-from megaconv.families.parts.decoder_keys import SILU, decoder_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, SILU, decoder_keys
 from megaconv.families.parts.rope import rope
 from megaconv.families.parts.row_changes import in_core
 from megaconv.families.parts.windows import windows_by_layer
@@ -21,6 +21,7 @@ _KEYS = (
         positions=131072, kv_heads=8, head_dim=128, ffn=21504, epsilon=1e-5, rotation=rope(1e6, _SCALING, stated_theta=1e6), tokens=_TOKENS
     ),
     windows_by_layer(8192, full_every=4, full_first=True),
+    HEADS_DIVIDE_HIDDEN,
 )  # fmt: skip
 
 FAMILY = replace(

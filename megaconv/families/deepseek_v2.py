@@ -5,7 +5,7 @@ They have V3's latent attention and no router bias.
 
 from megaconv.errors import NotExpressible
 from megaconv.families import Family
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.deepseek_experts import (
     DEEPSEEK_SHARED,
@@ -46,6 +46,7 @@ _KEYS = (
         _no_groups,
         lambda config: {"topk_method": "greedy", "n_group": None, "topk_group": None},
     ),
+    HEADS_DIVIDE_HIDDEN,
 )
 _ONLY = {
     "attention_bias": False,

@@ -10,7 +10,12 @@ Source: ExaoneConfig and conversion_mapping.py of transformers 5.24, and the rep
 from dataclasses import replace
 
 from megaconv.families.llama import FAMILY as LLAMA
-from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, SILU, decoder_keys
+from megaconv.families.parts.decoder_keys import (
+    ATTENTION_BIASES,
+    HEADS_DIVIDE_HIDDEN,
+    SILU,
+    decoder_keys,
+)
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS
 from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import flags, size
@@ -36,6 +41,7 @@ _KEYS = (
     size("num_layers", "layers.count"),
     ATTENTION_BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
+    HEADS_DIVIDE_HIDDEN,
 )
 _OF_TRANSFORMERS = {
     "num_hidden_layers": "num_layers",

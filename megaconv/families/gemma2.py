@@ -6,7 +6,12 @@ Megatron core has no modules for these norms and caps; Megatron-Bridge's Gemma 2
 
 from megaconv.families import Family
 from megaconv.families.gemma import DECODER_ONLY
-from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, LLAMA_LIKE, decoder_keys
+from megaconv.families.parts.decoder_keys import (
+    ATTENTION_BIASES,
+    HEADS_DIVIDE_HIDDEN,
+    LLAMA_LIKE,
+    decoder_keys,
+)
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import Fields, Keys, Raw, choice, follows, maybe_number, need_size
 from megaconv.families.parts.norm_places import norms_at
@@ -53,6 +58,7 @@ _KEYS = (
     windows_by_layer(4096, full_every=2),
     maybe_number("attn_logit_softcapping", "attention.score_cap", 50.0),
     maybe_number("final_logit_softcapping", "head.logit_cap", 30.0),
+    HEADS_DIVIDE_HIDDEN,
 )
 GEMMA_2 = {
     **LLAMA_LIKE,

@@ -6,7 +6,7 @@ bases; Megatron-Bridge's Gemma 3 has them.
 
 from megaconv.families import Family
 from megaconv.families.gemma2 import GEMMA_2, GEMMA_LIKE, ROWS, SANDWICHED
-from megaconv.families.parts.decoder_keys import decoder_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, decoder_keys
 from megaconv.families.parts.decoder_rows import ROPE_FREQUENCIES
 from megaconv.families.parts.layer_ropes import layer_ropes
 from megaconv.families.parts.windows import windows_by_layer
@@ -24,6 +24,7 @@ _KEYS = (
     ),
     *SANDWICHED,
     windows_by_layer(4096, full_every=6, pattern=_PATTERN),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = Family(

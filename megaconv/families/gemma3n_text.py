@@ -10,7 +10,7 @@ from typing import Any
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
 from megaconv.families.gemma4_text import EMBEDDING_AND_ACTIVATION, NORMED_VALUES, SANDWICHED
-from megaconv.families.parts.decoder_keys import decoder_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, decoder_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import (
@@ -127,6 +127,7 @@ _KEYS = (
          lambda config: {"altup_active_idx": config.streams.active}),
     flags("altup_correct_scale", ("streams.scaled",), default=True),
     size("laurel_rank", "streams.laurel_rank", 64),
+    HEADS_DIVIDE_HIDDEN,
 )  # fmt: skip
 
 FAMILY = Family(

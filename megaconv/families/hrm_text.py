@@ -10,7 +10,7 @@ HrmTextConfig and modeling_hrm_text.py of transformers 5.23.
 
 from megaconv.errors import CorruptCheckpoint
 from megaconv.families import Family
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, SILU, body_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, LLAMA_LIKE, SILU, body_keys
 from megaconv.families.parts.decoder_rows import EMBEDDING, HEAD, ROPE_FREQUENCIES
 from megaconv.families.parts.key_changes import without_keys
 from megaconv.families.parts.keys import (
@@ -108,6 +108,7 @@ _KEYS = (
     Keys(("num_attention_heads", "head_dim"), _read_heads, _write_heads),
     Keys((_SCALE,), _read_scale, lambda config: {_SCALE: config.embedding_scale}),
     flags("prefix_lm", ("attention.prefix",), default=True),
+    HEADS_DIVIDE_HIDDEN,
 )
 _FIXED = {
     **LLAMA_LIKE,

@@ -7,7 +7,12 @@ only, and trained.
 from dataclasses import replace
 
 from megaconv.families.granite import FAMILY as GRANITE
-from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, GATED_SILU, decoder_keys
+from megaconv.families.parts.decoder_keys import (
+    ATTENTION_BIASES,
+    GATED_SILU,
+    HEADS_DIVIDE_HIDDEN,
+    decoder_keys,
+)
 from megaconv.families.parts.decoder_rows import ATTENTION, EMBEDDING, HEAD, MLP
 from megaconv.families.parts.keys import (
     Fields,
@@ -58,6 +63,7 @@ _KEYS = (
     multiplier("logits_scaling", "head.divisor"),
     factor("embedding_multiplier", "embedding_scale"),
     factor("residual_multiplier", "residual_scale"),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = replace(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megaconv.errors import NotExpressible
 from megaconv.families.llama import FAMILY as LLAMA
-from megaconv.families.parts.decoder_keys import SILU, decoder_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, SILU, decoder_keys
 from megaconv.families.parts.keys import CONFIG_NAME, Fields, Keys, Raw, need_flag
 from megaconv.families.parts.row_changes import in_core
 from megaconv.model.config import ModelConfig
@@ -38,6 +38,7 @@ def _write_biases(config: ModelConfig) -> Raw:
 _KEYS = (
     *decoder_keys(positions=32768, kv_heads=2, head_dim=128, epsilon=1e-5, tokens=(1, 2, 2)),
     Keys((_OF_ATTENTION, _OF_MLP), _read_biases, _write_biases),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = replace(

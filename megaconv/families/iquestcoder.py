@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 from megaconv.families.llama import FAMILY as LLAMA
-from megaconv.families.parts.decoder_keys import ATTENTION_BIASES, SILU, decoder_keys
+from megaconv.families.parts.decoder_keys import (
+    ATTENTION_BIASES,
+    HEADS_DIVIDE_HIDDEN,
+    SILU,
+    decoder_keys,
+)
 from megaconv.families.parts.keys import flags
 from megaconv.families.parts.row_changes import in_core
 
@@ -11,6 +16,7 @@ _KEYS = (
     *decoder_keys(positions=131072, kv_heads=8, head_dim=128, epsilon=1e-5, tokens=(1, 2, None)),
     ATTENTION_BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = replace(

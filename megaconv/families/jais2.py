@@ -1,7 +1,13 @@
 """Jais 2: LayerNorm, squared ReLU without a gate, biases on all linear layers."""
 
 from megaconv.families import Family
-from megaconv.families.parts.decoder_keys import DENSE, LAYER_NORM, SQUARED_RELU, decoder_keys
+from megaconv.families.parts.decoder_keys import (
+    DENSE,
+    HEADS_DIVIDE_HIDDEN,
+    LAYER_NORM,
+    SQUARED_RELU,
+    decoder_keys,
+)
 from megaconv.families.parts.decoder_rows import LLAMA_ROWS, ROPE_FREQUENCIES
 from megaconv.families.parts.keys import flags
 from megaconv.families.parts.row_changes import in_core, with_norm_biases, without_gate
@@ -12,6 +18,7 @@ _KEYS = (
     ),
     flags("attention_bias", ("attention.qkv_bias", "attention.o_bias"), default=True),
     flags("mlp_bias", ("mlp.bias",), default=True),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = Family(

@@ -4,6 +4,7 @@ from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import (
     ATTENTION_BIASES,
     GATED_SILU,
+    HEADS_DIVIDE_HIDDEN,
     LLAMA_LIKE,
     PLAIN,
     decoder_keys,
@@ -16,6 +17,7 @@ _KEYS = (
     GATED_SILU,
     ATTENTION_BIASES,
     flags("mlp_bias", ("mlp.bias",), default=False),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = Family(

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megaconv.errors import NotExpressible
 from megaconv.families import Family
 from megaconv.families.parts.decoder_keys import model_keys
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_size, size
@@ -35,7 +36,12 @@ def _read_heads(raw: Raw) -> Fields:
 
 def _write_heads(config: ModelConfig) -> Raw:
     mamba = config.mamba
-    expand = mamba.heads * mamba.head_dim // config.hidden
+    expand, rest = divmod(mamba.heads * mamba.head_dim, config.hidden)
+    if rest:
+        raise NotExpressible(
+            f"the model's mamba.heads x mamba.head_dim is {mamba.heads} x {mamba.head_dim}, and its class needs a multiple (expand) of "
+            f"hidden, found {config.hidden}"
+        )
     return {"num_heads": mamba.heads, "head_dim": mamba.head_dim, "expand": expand}
 
 

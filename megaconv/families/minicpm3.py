@@ -6,7 +6,12 @@ Megatron core has no such factors: these models are converted between Hugging Fa
 from dataclasses import replace
 from math import inf, nextafter
 
-from megaconv.families.parts.decoder_keys import GATED_SILU, LLAMA_LIKE, body_keys
+from megaconv.families.parts.decoder_keys import (
+    GATED_SILU,
+    HEADS_DIVIDE_HIDDEN,
+    LLAMA_LIKE,
+    body_keys,
+)
 from megaconv.families.parts.keys import Fields, Keys, Raw, need_number, need_size
 from megaconv.families.parts.latent_attention import LATENT_NORMS, latent_heads
 from megaconv.families.youtu import FAMILY as YOUTU
@@ -55,6 +60,7 @@ _KEYS = (
     GATED_SILU,
     Keys(_HEADS.names, _read_heads, _HEADS.write),
     Keys((_EMBEDDING, _DEPTH, _BASE), _read_factors, _write_factors),
+    HEADS_DIVIDE_HIDDEN,
 )
 
 FAMILY = replace(

@@ -102,7 +102,7 @@ class ConvertOptions:
         words=str | None,
         read=kept_channels,
         metavar="FILE",
-        help="The channels of hidden states and MLPs that the output keeps: the file of `megatron-lite rank-channels`.",
+        help="The channels of hidden states and MLPs, and the heads, that the output keeps: the file of `megatron-lite rank-channels`.",
     )
     """The channels that stay; None: all."""
     upcycling: Upcycling = inner(Upcycling)

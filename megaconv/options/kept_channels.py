@@ -1,6 +1,7 @@
-"""The channels that an output keeps, of the hidden states and inside MLPs.
+"""The channels that an output keeps, of the hidden states and inside MLPs, and the heads of attention and Mamba.
 
-{"keep": {"hidden": [0, 2, 5], "layers.3.mlp": [1, 2], "layers.3.mlp.experts.7": [0, 4], "layers.3.mlp.shared": [3]}}
+{"keep": {"hidden": [0, 2, 5], "layers.3.mlp": [1, 2], "layers.3.mlp.experts.7": [0, 4], "layers.3.mlp.shared": [3],
+          "layers.3.attn": [0, 1]}}
 """
 
 import re
@@ -18,8 +19,11 @@ HIDDEN = "hidden"
 _FILE = KeptFile(
     part="channel",
     holds="the channels that stay",
-    places=re.compile(r"hidden|[a-z0-9_.]{1,200}\.mlp(\.experts\.\d{1,9}|\.shared)?", re.ASCII),
-    examples=f"{HIDDEN} or layers.3.mlp",
+    places=re.compile(
+        r"hidden|[a-z0-9_.]{1,200}\.(mlp(\.experts\.\d{1,9}|\.shared)?|attn|mamba|linear|kda)",
+        re.ASCII,
+    ),
+    examples=f"{HIDDEN}, layers.3.mlp or layers.3.attn",
     command="megatron-lite rank-channels",
 )
 
@@ -29,7 +33,7 @@ class KeptChannels:
     """The channels that stay."""
 
     numbers: Kept
-    """By `hidden` or the canonical name of an MLP."""
+    """By `hidden` or the canonical name of an MLP or a mixer."""
 
     def __str__(self) -> str:
         """A short text that identifies these channels."""

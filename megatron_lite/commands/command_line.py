@@ -36,7 +36,7 @@ commands:
   evaluate      Measure a model on zero-shot tasks, on a corpus, or on tasks of lm-eval.
   rank-layers   Measure how much each layer changes its input, to leave layers out.
   rank-experts  Measure how much each expert adds to its layer's output, to leave experts out.
-  rank-channels Measure how much each channel adds, to make a model narrower.
+  rank-channels Measure how much each channel and head adds, to make a model narrower.
   calibrate     Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   retro         Build or show the chunk database and the neighbours for Retro.
   embed         Embed passages, for retrieve.

@@ -1,4 +1,4 @@
-"""`megatron-lite rank-channels`: measures the channels of hidden states and of MLPs, and names those to keep."""
+"""`megatron-lite rank-channels`: measures the channels of hidden states and of MLPs and the heads of mixers, and names those to keep."""
 
 import argparse
 import json
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from formats.whole_file import write_whole
 from formats.wording import counted
-from megaconv.engine.kept_channels import NAMES, places_of, with_kept_channels
+from megaconv.engine.kept_channels import NarrowedModel, with_kept_channels
+from megaconv.engine.kept_places import HEADS, PARTS, places_of
 from megaconv.errors import UnsupportedInput, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -22,6 +23,7 @@ from megaconv.options.kept_channels import HIDDEN, KeptChannels
 from megaconv.options.kept_file import KEEP
 from megaconv.terminal import show
 from megatron_lite.forward.channel_scores import ChannelScores, measure
+from megatron_lite.inference.kept_choice import ChannelChoice, Choice, head_choice
 from megatron_lite.inference.measuring import measured, output_file, pruning, read_passes
 from megatron_lite.inference.opening import OpenedEngine
 
@@ -30,8 +32,15 @@ SIZES = {
     "ffn_hidden_size": "mlp.ffn",
     "moe_ffn_hidden_size": "experts.ffn",
     "moe_shared_expert_intermediate_size": "experts.shared_ffn",
+    "num_attention_heads": "attention.heads",
+    "num_query_groups": "attention.kv_heads",
+    "mamba_num_heads": "mamba.heads",
+    "mamba_num_groups": "mamba.groups",
+    "linear_num_value_heads": "linear.value_heads",
+    "linear_num_key_heads": "linear.key_heads",
 }
 """Flags -> the fields that they give."""
+_FLAGS = {field: f"--{name.replace('_', '-')}" for name, field in SIZES.items()}
 _STATES = 4
 """Copies of hidden states in float32 that a measurement needs."""
 
@@ -41,9 +50,9 @@ class ChannelRanking:
     """The result of the command."""
 
     keep: Mapping[str, Sequence[int]]
-    """`hidden`, or the names of MLPs -> the channels that stay, in rising order."""
+    """`hidden`, or the names of MLPs and mixers -> the channels or heads that stay, in rising order."""
     left_out: Mapping[str, float]
-    """The same names -> the share of the channels that are left out in the sum of all scores."""
+    """The same names -> the share of those that are left out in the sum of all scores."""
     tokens: int
 
     def to_json(self) -> dict[str, Any]:
@@ -60,7 +69,7 @@ class ChannelRanking:
         yield f"{'channels':{width}}  left out"
         for name, each in shares.items():
             yield f"{name:{width}}  {sum(each) / len(each):8.1%}"
-        yield f"left out: the share of the channels left out in the sum of all scores, of {counted(self.tokens, 'token')}"
+        yield f"left out: the share of the channels or heads left out in the sum of all scores, of {counted(self.tokens, 'token')}"
 
 
 def main(given: argparse.Namespace) -> None:
@@ -70,67 +79,72 @@ def main(given: argparse.Namespace) -> None:
     def work(opened: OpenedEngine) -> None:
         config = opened.config
         places = places_of(canonical_axes(family(config.family).rows, config))
-        sizes = _sizes(given, config, set(places.values()))
-        fields = {name: field for name, field in places.items() if field in sizes}
-        _require_expressible(opened, given.load, {name: sizes[fields[name]] for name in fields})
+        choices = _choices(_asked(given, config, set(places.values())), config)
+        chosen = {name: choices[field] for name, field in places.items() if field in choices}
+        narrowed = _narrowed(opened, given.load, chosen)
         passes = read_passes(given, opened, _STATES)
-        ranking = _ranking(measure(opened.engine, passes, sizes), fields, sizes)
+        ranking = _ranking(measure(opened.engine, passes, choices), chosen)
         write_whole(output, (json.dumps(ranking.to_json()) + "\n").encode())
-        for line in ranking.lines():
+        for line in (*ranking.lines(), *(f"{output}: {notice}" for notice in narrowed.notices)):
             show(line)
-        for field, count in sizes.items():
-            show(f"{output}: {count} of {value_of(config, field)} channels of {NAMES[field]}")
         option = f"--keep-channels {shlex.quote(str(output))}"
         show(f"  {pruning(given.load, opened.start.inside_whole, option)}")
 
     measured("rank-channels", given, work)
 
 
-def _sizes(
+def _asked(
     given: argparse.Namespace, config: ModelConfig, known: Collection[str]
 ) -> dict[str, int]:
-    """Return the sizes that were asked for, by field. known: fields of the model. Raises UsageError, UnsupportedInput."""
-    flags = {name: f"--{name.replace('_', '-')}" for name in SIZES}
-    asked = {name: value for name in SIZES if (value := getattr(given, name)) is not None}
+    """Return the numbers that were asked for, by field. known: fields of the model. Raises UsageError, UnsupportedInput."""
+    asked = {
+        field: value for name, field in SIZES.items() if (value := getattr(given, name)) is not None
+    }
     if not asked:
         raise UsageError(
-            f"rank-channels: give a size that the model gets: {', '.join(flags.values())}"
+            f"rank-channels: give a size that the model gets: {', '.join(_FLAGS.values())}"
         )
-    for name, value in asked.items():
-        if SIZES[name] not in known:
+    groups = {kind.group_field for field, kind in HEADS.items() if field in known}
+    for field, value in asked.items():
+        if field not in {*known, *groups}:
             raise UnsupportedInput(
-                f"{flags[name]}: {given.load} has no such channels; leave the flag out"
+                f"{_FLAGS[field]}: {given.load} has no {PARTS[field]}; leave the flag out"
             )
-        before = value_of(config, SIZES[name])
+        before = value_of(config, field)
         if not 0 < value < before:
             raise UsageError(
-                f"{flags[name]} {value}: {given.load} has {before} channels there; give a number from 1 to {before - 1}"
+                f"{_FLAGS[field]} {value}: {given.load} has {before} {PARTS[field]}; give a number from 1 to {before - 1}"
             )
-    return {SIZES[name]: value for name, value in asked.items()}
+    return asked
 
 
-def _require_expressible(opened: OpenedEngine, place: str, counts: Mapping[str, int]) -> None:
-    """Raise what `convert --keep-channels` raises for the model, before anything is measured. counts: of channels by name."""
+def _choices(asked: Mapping[str, int], config: ModelConfig) -> dict[str, Choice]:
+    """Return how much stays, by the fields of places. Raises UsageError."""
+    found: dict[str, Choice] = {}
+    of_heads = {field for kind in HEADS.values() for field in (kind.field, kind.group_field)}
+    for field, value in asked.items():
+        if field not in of_heads:
+            found[field] = ChannelChoice(value)
+    for field, kind in HEADS.items():
+        if field in asked or kind.group_field in asked:
+            found[field] = head_choice(kind, asked, config, _FLAGS)
+    return found
+
+
+def _narrowed(opened: OpenedEngine, place: str, chosen: Mapping[str, Choice]) -> NarrowedModel:
+    """Return the model that `convert --keep-channels` makes, or raise what it raises, before anything is measured."""
     source = OpenedSource(opened.start.header, opened.start.tensors)
-    first = {name: range(count) for name, count in counts.items()}
-    with_kept_channels(source, KeptChannels(first), place)
+    first = {name: choice.first() for name, choice in chosen.items()}
+    return with_kept_channels(source, KeptChannels(first), place)
 
 
-def _ranking(
-    measured: ChannelScores, fields: Mapping[str, str], sizes: Mapping[str, int]
-) -> ChannelRanking:
-    """Choose the channels of the highest scores. fields: of the sizes of the measured places."""
-    keep = {name: kept(scores, sizes[fields[name]]) for name, scores in measured.scores.items()}
+def _ranking(measured: ChannelScores, chosen: Mapping[str, Choice]) -> ChannelRanking:
+    """Choose what has the highest scores."""
+    keep = {name: chosen[name].best(scores) for name, scores in measured.scores.items()}
     left_out = {
         name: _share_left_out(scores, keep[name]) for name, scores in measured.scores.items()
     }
     return ChannelRanking(keep, left_out, measured.tokens)
-
-
-def kept(scores: Tensor, count: int) -> list[int]:
-    """Return the channels of the highest scores in rising order; of equal ones, the first."""
-    order = scores.sort(descending=True, stable=True).indices
-    return sorted(order[:count].tolist())
 
 
 def _share_left_out(scores: Tensor, keep: Sequence[int]) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import megaconv
-from megaconv.engine.kept_channels import places_of
+from megaconv.engine.kept_places import WIDTHS, places_of
 from megaconv.errors import NotExpressible, UsageError
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
@@ -43,7 +43,9 @@ Kept = Mapping[str, Sequence[int]]
 def sizes_of_mlps(config: ModelConfig) -> dict[str, int]:
     """The names of all MLPs -> their widths."""
     found = places_of(canonical_axes(family(config.family).rows, config))
-    return {name: value_of(config, field) for name, field in found.items() if name != "hidden"}
+    return {
+        name: value_of(config, field) for name, field in found.items() if field in WIDTHS.values()
+    }
 
 
 def some(random: Random, count: int, unit: int | None = None) -> list[int]:
@@ -137,11 +139,9 @@ NO_NARROW_STATES = frozenset((
     "bamba", "biogpt", "bitnet", "bloom", "codegen", "cohere", "ctrl", "dbrx", "falcon", "falcon_mamba", "gpt2", "gpt_bigcode",
     "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite_moe_hybrid", "helium", "inkling_text", "jamba", "lfm2", "lfm2_moe",
     "lfm3", "mamba", "mamba2", "modernbert_decoder", "mpt", "nemotron_nas", "olmo", "olmoe", "openai_gpt", "opt", "persimmon",
-    "phi", "phimoe, longrope", "qwen4_exp_text", "recurrent_gemma", "stablelm", "xglm", "zamba", "zamba2",
+    "phi", "phimoe, longrope", "recurrent_gemma", "stablelm", "xglm", "zamba", "zamba2",
 ))  # fmt: skip
 """The same of those whose heads, convolutions or states are as wide as the hidden states."""
-NARROW_STATES = ("qwen4_exp_text, tied",)
-"""Variants of these families without such parts."""
 
 
 def family_in(name: str) -> str:
@@ -174,7 +174,7 @@ def test_transformers_computes_each_family_with_narrower_states(name: str, tmp_p
     oracle.create(ALL[name], tmp_path / "hf")
     hidden = megaconv.open(tmp_path / "hf").config.hidden
     kept = {"hidden": some(Random(name), hidden)}
-    if {name, family_in(name)} & NO_NARROW_STATES and name not in NARROW_STATES:
+    if {name, family_in(name)} & NO_NARROW_STATES:
         with pytest.raises(NotExpressible, match="--keep-channels"):
             megaconv.convert(tmp_path / "hf", tmp_path / "out", saver="hf", keep_channels=kept)
         return
@@ -347,7 +347,7 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ({"hidden": [0, 999]}, 2, "hidden of {} has no channel 999; its channels are 0 to "),
         ({"layers.9.mlp": [0]}, 2, "{} has no layers.9.mlp"),
         ({"layers.2.mlp": [0]}, 2, "{} has no layers.2.mlp"),
-        ({"layers.0.mlp": [0]}, 2, "says nothing of layers.1.mlp, which has the same width in {}"),
+        ({"layers.0.mlp": [0]}, 2, "says nothing of layers.1.mlp, which has as many channels in {}"),
         (
             {"layers.0.mlp": [0], "layers.1.mlp": [0, 1]},
             2,
@@ -355,7 +355,7 @@ def test_optimizer_state_is_left_out(tmp_path: Path) -> None:
         ),
         ({"hidden": [3, 3]}, 2, "hidden: names channel 3 twice; name each channel once"),
         ({}, 3, 'expected an object "keep" with the channels that stay'),
-        ({"layers.3": [0]}, 3, "expected names such as hidden or layers.3.mlp in place of 'layers.3'"),
+        ({"layers.3": [0]}, 3, "expected names such as hidden, layers.3.mlp or layers.3.attn in place of 'layers.3'"),
         ({"hidden": []}, 3, "expected a list of numbers from 0 for hidden"),
         ({"hidden": [1.5]}, 3, "expected a list of numbers from 0 for hidden"),
         ({"hidden": "0-3"}, 3, "expected a list of numbers from 0 for hidden"),
@@ -396,7 +396,7 @@ def test_python_takes_numbers_by_name() -> None:
         ({"hidden": [-1]}, "hidden: expected a list of numbers from 0"),
         ({"hidden": []}, "hidden: expected a list of numbers from 0"),
         ({}, "names no channels"),
-        ({"hid\nden": [0]}, "expected names such as hidden or layers.3.mlp"),
+        ({"hid\nden": [0]}, "expected names such as hidden, layers.3.mlp or layers.3.attn"),
     ]
     for given, message in wrong:
         with pytest.raises(UsageError, match=message):

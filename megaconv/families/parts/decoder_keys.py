@@ -137,6 +137,20 @@ def heads(
     return Keys(names, read, write)
 
 
+def _require_whole_heads(config: ModelConfig) -> Raw:
+    """Raise NotExpressible if the number of heads doesn't divide the hidden size."""
+    count = config.attention.heads
+    if config.hidden % count:
+        raise NotExpressible(
+            f"the model's attention.heads is {count}, and its class needs a number that divides hidden, found {config.hidden}"
+        )
+    return {}
+
+
+HEADS_DIVIDE_HIDDEN = Keys((), lambda raw: {}, _require_whole_heads)
+"""No key: the class refuses a hidden size that the number of heads doesn't divide, also beside a head_dim."""
+
+
 def multi_head(key: str, hidden_key: str, *, multiple: int = 1) -> Keys:
     """Attention heads whose size is hidden size / heads, each with its own keys and values.
 

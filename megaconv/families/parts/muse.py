@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from megaconv.errors import NotExpressible
-from megaconv.families.parts.decoder_keys import LLAMA_LIKE, decoder_keys
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN, LLAMA_LIKE, decoder_keys
 from megaconv.families.parts.decoder_rows import HEAD
 from megaconv.families.parts.delta_net import GATED_ATTENTION
 from megaconv.families.parts.headless import EMBEDDING_ALONE
@@ -126,6 +126,7 @@ def muse_keys(
         multiplier("output_multiplier", "head.divisor", logits),
         number("final_logit_softcapping", "head.logit_cap", 20.0),
         number("post_norm_eps", "norm.output_epsilon", 1e-8),
+        HEADS_DIVIDE_HIDDEN,
     )  # fmt: skip
 
 

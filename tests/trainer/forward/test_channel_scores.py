@@ -1,6 +1,7 @@
-"""The scores of channels are those computed from the inputs of transformers' matrices, in any passes."""
+"""The scores of channels and heads are those computed from the inputs of transformers' matrices, in any passes."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.trainer.forward.test_streaming import streamed, weights_of
 from tests.trainer.parallel.small import Case, make_engine
 
 FIELDS = ("hidden", "mlp.ffn", "experts.ffn", "experts.shared_ffn")
+OF_HEADS = ("attention.heads", "mamba.heads", "linear.value_heads")
 QUICK = ("apertus", "llama", "deepseek_v3")
 EACH = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
@@ -74,6 +76,13 @@ class Seen:
         norms, columns = torch.cat(activations).norm(dim=0), module.down_proj[expert].norm(dim=0)
         return norms * columns if any(map(len, activations)) else columns
 
+    def of_heads(self, name: str) -> Tensor:
+        """The scores of heads, from what each adds to the output of a matrix."""
+        heads = self.model.config.num_attention_heads
+        inputs = torch.cat(self.inputs[name]).unflatten(1, (heads, -1))
+        weight = self.model.get_submodule(name).weight.unflatten(1, (heads, -1))
+        return torch.einsum("thd,ohd->hto", inputs, weight).flatten(1).norm(dim=1)
+
     def of_hidden(self) -> Tensor:
         sublayers: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
         for name, inputs in self.inputs.items():
@@ -89,8 +98,10 @@ class Seen:
         roots = [torch.stack(sums).sum(0).sqrt() for sums in sublayers.values()]
         return torch.stack([each / each.sum() for each in roots]).sum(0)
 
-    def expected(self, mlp: str) -> Tensor:
-        words = mlp.split(".")
+    def expected(self, place_here: str) -> Tensor:
+        words = place_here.split(".")
+        if words[2] == "attn":
+            return self.of_heads(f"model.layers.{words[1]}.self_attn.o_proj")
         place = f"model.layers.{words[1]}.mlp"
         if words[3:4] == ["experts"]:
             return self.of_expert(f"{place}.experts", int(words[4]))
@@ -109,15 +120,15 @@ def test_scores_are_those_of_transformers_inputs(name: str, tmp_path: Path) -> N
     seen = Seen(tmp_path)
     for together in (1, len(ROWS)):
         engine = streamed(*weights_of(tmp_path))
-        found = measure(engine, passes(engine, together), FIELDS)
+        found = measure(engine, passes(engine, together), [*FIELDS, *OF_HEADS])
         assert found.tokens == sum(len(row) - 1 for row in ROWS)
         of_layers = {
-            mlp: scores for mlp, scores in found.scores.items() if mlp.startswith("layers.")
+            place: scores for place, scores in found.scores.items() if place.startswith("layers.")
         }
-        assert of_layers
-        for mlp, scores in of_layers.items():
+        assert {place.split(".")[2] for place in of_layers} == {"mlp", "attn"}
+        for place, scores in of_layers.items():
             torch.testing.assert_close(
-                scores.float(), seen.expected(mlp), rtol=1e-4, atol=1e-6, msg=mlp
+                scores.float(), seen.expected(place), rtol=1e-4, atol=1e-6, msg=place
             )
         torch.testing.assert_close(
             found.scores["hidden"].float(), seen.of_hidden(), rtol=1e-4, atol=1e-6
@@ -136,9 +147,19 @@ def test_padding_and_other_passes_change_no_score(model: str) -> None:
         torch.testing.assert_close(scores, together.scores[place], rtol=1e-4, atol=1e-6, msg=place)
 
 
-def _measured(model: str, together: int) -> ChannelScores:
+@pytest.mark.parametrize("model", ["mixtral", "gpt_oss", "hybrid", "beam", "further tokens"])
+def test_padding_and_other_passes_change_no_score_of_a_head(model: str) -> None:
+    """Attention with sinks and gates, Mamba and linear attention, MTP layers."""
+    one, together = (_measured(model, rows, OF_HEADS) for rows in (1, len(ROWS)))
+    assert one.scores
+    assert list(one.scores) == list(together.scores)
+    for place, scores in one.scores.items():
+        torch.testing.assert_close(scores, together.scores[place], rtol=1e-4, atol=1e-6, msg=place)
+
+
+def _measured(model: str, together: int, fields: Sequence[str] = FIELDS) -> ChannelScores:
     engine: Engine = make_engine(Case(model))
-    return measure(engine, passes(engine, together), FIELDS)
+    return measure(engine, passes(engine, together), fields)
 
 
 def test_only_the_channels_of_the_asked_sizes_are_measured() -> None:

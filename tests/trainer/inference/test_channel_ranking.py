@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 import megaconv
-from megatron_lite.inference.channel_ranking import kept
+from megatron_lite.inference.kept_choice import ChannelChoice, HeadChoice
 from megatron_lite.processes import launch
 from tests.models import write_llama
 from tests.trainer.data.chat_templates import MARKED, save_tokenizer
@@ -98,6 +104,47 @@ def test_channels_that_add_nothing_are_left_out_and_the_model_stays_the_same(
     torch.testing.assert_close(whole(tokens).logits, pruned(tokens).logits)
 
 
+def test_heads_that_add_nothing_are_left_out_with_their_groups(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = save_tokenizer(tmp_path / "hf", MARKED["chatml"])
+    made = _with_silent_heads({0: [4, 5, 6, 7], 1: [0, 1, 2, 3]})
+    made.save_pretrained(source)
+    found = ranked(tmp_path / "kept.json", source, "--data", texts, "--num-query-groups", 1)
+    assert found["keep"] == {"layers.0.attn": [0, 1, 2, 3], "layers.1.attn": [4, 5, 6, 7]}
+    assert set(found["left_out"].values()) == {0.0}
+    file = tmp_path / "kept.json"
+    lines = capsys.readouterr().out.splitlines()
+    assert f"{file}: 4 of 8 heads of each attention" in lines
+    assert f"{file}: 1 of 2 key/value heads of each attention" in lines
+    megaconv.convert(source, tmp_path / "out", saver="hf", keep_channels=file, verify=True)
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.arange(10).unsqueeze(0)
+    torch.testing.assert_close(small(tokens).logits, made(tokens).logits)
+
+
+def test_each_group_loses_as_many_heads(texts: Path, tmp_path: Path) -> None:
+    source = save_tokenizer(tmp_path / "hf", MARKED["chatml"])
+    _with_silent_heads({0: [0, 2, 4, 7], 1: [1, 3, 5, 6]}).save_pretrained(source)
+    found = ranked(tmp_path / "kept.json", source, "--data", texts, "--num-attention-heads", 4)
+    assert found["keep"] == {"layers.0.attn": [1, 3, 5, 6], "layers.1.attn": [0, 2, 4, 7]}
+
+
+def _with_silent_heads(silent: dict[int, list[int]]) -> Qwen2ForCausalLM:
+    """8 heads in 2 groups. Layers -> the heads whose columns of the last matrix are 0."""
+    torch.manual_seed(1)
+    made = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=420, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2,
+        )
+    )  # fmt: skip
+    with torch.no_grad():
+        for layer, heads in silent.items():
+            made.model.layers[layer].self_attn.o_proj.weight.unflatten(1, (8, 4))[:, heads] = 0
+    return made.eval()
+
+
 def test_channels_of_hidden_states_that_are_always_0_are_left_out(
     model: Path, texts: Path, tmp_path: Path
 ) -> None:
@@ -131,9 +178,13 @@ def test_a_megatron_checkpoint_has_the_same_channels(
     ("words", "status", "message"),
     [
         ("", 2, "give a size that the model gets: --hidden-size, --ffn-hidden-size, "),
-        ("--hidden-size 32", 2, "--hidden-size 32: {} has 32 channels there; give a number from 1 to 31"),
-        ("--ffn-hidden-size 0", 2, "--ffn-hidden-size 0: {} has 40 channels there"),
+        ("--hidden-size 32", 2, "--hidden-size 32: {} has 32 channels of the hidden states; give a number from 1 to 31"),
+        ("--ffn-hidden-size 0", 2, "--ffn-hidden-size 0: {} has 40 channels of each MLP"),
         ("--hidden-size 16 --max-memory 10KB", 2, "--max-memory 10,"),
+        ("--num-attention-heads 3", 2, "the model has 2 heads in each group, and 2 groups stay; give a multiple of 2 up to 4"),
+        ("--num-attention-heads 3 --num-query-groups 1", 2, "and 1 group stays; give a multiple of 1 up to 2"),
+        ("--num-query-groups 2", 2, "--num-query-groups 2: {} has 2 key/value heads of each attention; give a number from 1 to 1"),
+        ("--mamba-num-heads 2", 3, "--mamba-num-heads: {} has no heads of each Mamba; leave the flag out"),
     ],
 )  # fmt: skip
 def test_wrong_sizes_are_refused(
@@ -153,7 +204,7 @@ def test_sizes_that_a_model_does_not_have_are_refused_before_anything_is_measure
     save_tokenizer(dense, MARKED["chatml"])
     words = [dense, "--data", texts, "--output", tmp_path / "kept.json"]
     assert run("rank-channels", *words, "--moe-ffn-hidden-size", 8) != 0
-    assert "llama has no such channels; leave the flag out" in capsys.readouterr().err
+    assert "llama has no channels of each expert; leave the flag out" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_finite_are_refused(
@@ -167,6 +218,15 @@ def test_weights_that_are_not_finite_are_refused(
     assert not output.exists()
 
 
+def test_the_heads_of_the_highest_scores_are_kept_in_each_group() -> None:
+    scores = torch.tensor([1.0, 9.0, 8.0, 2.0, 3.0, 4.0])
+    assert HeadChoice(of_group=2, heads=3, groups=3).best(scores) == [1, 2, 5]
+    assert HeadChoice(of_group=2, heads=4, groups=2).best(scores) == [0, 1, 2, 3]
+    assert HeadChoice(of_group=3, heads=2, groups=1).best(scores) == [1, 2]
+    assert HeadChoice(of_group=1, heads=2, groups=2).best(scores) == [1, 2]
+    assert HeadChoice(of_group=3, heads=4, groups=2).first() == [0, 1, 3, 4]
+
+
 def test_the_channels_of_the_highest_scores_are_kept() -> None:
-    assert kept(torch.tensor([0.0, 3.0, 1.0, 2.0]), 2) == [1, 3]
-    assert kept(torch.tensor([5.0, 5.0, 5.0, 5.0]), 3) == [0, 1, 2]
+    assert ChannelChoice(2).best(torch.tensor([0.0, 3.0, 1.0, 2.0])) == [1, 3]
+    assert ChannelChoice(3).best(torch.tensor([5.0, 5.0, 5.0, 5.0])) == [0, 1, 2]

@@ -32,7 +32,9 @@ def measured(model: str, device: torch.device) -> Measured:
     layers = influence.measure(engine, passes, 1).layers
     experts = expert_scores.measure(engine, passes).layers
     tokens = {layer: list(found.tokens) for layer, found in experts.items()}
-    fields = ("hidden", "mlp.ffn", "experts.ffn", "experts.shared_ffn")
+    fields = ["hidden", "mlp.ffn", "experts.ffn", "experts.shared_ffn"]
+    if all(kind.heads is None for kind in config.layers):
+        fields.append("attention.heads")
     channels = channel_scores.measure(engine, passes, fields)
     scores = {layer: found.scores for layer, found in experts.items()}
     scores |= {place: found.tolist() for place, found in channels.scores.items()}
