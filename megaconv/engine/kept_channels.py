@@ -53,7 +53,7 @@ class NarrowedModel:
     header: Header
     chosen: KeptChannels
     rows: _Selected
-    """Tensors -> the indices of their first axis that stay; others keep all."""
+    """Tensors -> the indices of their first axis that stay (see _first_axis); others keep all."""
     columns: _Selected
     """The same of the last axis."""
     sizes: Mapping[str, int]
@@ -111,12 +111,20 @@ def with_kept_channels(source: Source, chosen: KeptChannels, place: str) -> Narr
 
 
 def _with_rows(tensor: LazyTensor, rows: Sequence[int]) -> LazyTensor:
-    """Some indices of a tensor's first axis."""
-    first, *others = tensor.shape
-    if len(others) < 2:
+    """Some indices of a tensor's first axis: see _first_axis."""
+    if len(tensor.shape) < 3:
         return SelectedRows(tensor, rows)
-    matrix = ReshapedTensor(tensor, (first, math.prod(others)))
-    return ReshapedTensor(SelectedRows(matrix, rows), (len(rows), *others))
+    first = _first_axis(tensor.shape)
+    ones, others = tensor.shape[:first], tensor.shape[first + 1 :]
+    matrix = ReshapedTensor(tensor, (tensor.shape[first], math.prod(others)))
+    return ReshapedTensor(SelectedRows(matrix, rows), (*ones, len(rows), *others))
+
+
+def _first_axis(axes: Sequence[int | str]) -> int:
+    """The number of the first axis of a vector or a matrix, or the first one that isn't 1 of a tensor with more axes."""
+    if len(axes) < 3:
+        return 0
+    return next(number for number, axis in enumerate(axes) if axis not in (1, "1"))
 
 
 def _by_field(
@@ -194,7 +202,7 @@ def _selected(
     sizes = config.sizes()
     for name, of_tensor in axes.items():
         kept = _units(name, config, chosen, groups)
-        of_rows = _stay(of_tensor[0], kept, sizes) if of_tensor else None
+        of_rows = _stay(of_tensor[_first_axis(of_tensor)], kept, sizes) if kept else None
         of_columns = _stay(of_tensor[-1], kept, sizes) if len(of_tensor) > 1 else None
         if of_rows is not None:
             rows[Key(name)] = of_rows
@@ -245,7 +253,7 @@ def _manifest(
         info = header.manifest[key]
         made = list(info.shape)
         if key in rows:
-            made[0] = len(rows[key])
+            made[_first_axis(made)] = len(rows[key])
         if key in columns:
             made[-1] = len(columns[key])
         if tuple(made) != shape:

@@ -105,8 +105,6 @@ OVER_ALL = frozenset(("flex_olmo", "minimax_m2", "molmo2_text", "olmo2", "olmo3"
 
 
 def is_refused(name: str, field: str) -> bool:
-    if field == "linear.value_heads":
-        return family_in(name) == "kimi_linear"
     refused = FOLLOW_THE_STATES | OWN_SIZES | OTHERWISE if field == "attention.heads" else ()
     return bool({name, family_in(name)} & set(refused)) and name not in ALIKE
 
