@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from megaconv.families import families, family_of_hf
+from megaconv.families.parts.decoder_keys import HEADS_DIVIDE_HIDDEN
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.fields import changed, from_fields, one_or_each, per_layer
@@ -1194,12 +1195,14 @@ def configs(draw: Draw) -> ModelConfig:
     if name == "gpt2":
         return draw(gpt2_configs())
     layers, kv_heads = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    heads = kv_heads * draw(st.integers(1, 4))
+    of_head = heads if HEADS_DIVIDE_HIDDEN in families()[name].keys else 1
     config = from_fields(
         name,
         {
             "layers.count": layers,
-            "hidden": draw(st.integers(1, 99)),
-            "attention.heads": kv_heads * draw(st.integers(1, 4)),
+            "hidden": of_head * draw(st.integers(1, 99)),
+            "attention.heads": heads,
             "attention.kv_heads": kv_heads,
             "attention.head_dim": 2 * draw(st.integers(1, 50)),
             "mlp.ffn": draw(st.integers(1, 99)),

@@ -92,6 +92,7 @@ NOT_RUN = {
     ),
     "needs a model of this size; the commands of a how-to page measure a small one": (
         r"rank-channels .* --hidden-size 3072 ",
+        r"--layers 0-19,28-31",
     ),
     "needs a model with MTP layers; tests/trainer/inference/test_drafting.py drafts": (
         r"--draft-tokens 1 ",
@@ -122,6 +123,10 @@ CHAT = {
     "messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A model."}]
 }
 PAIR = {"prompt": "What?", "chosen": "A model.", "rejected": "A file."}
+RATED = [
+    {"prompt": "What?", "completion": answer, "label": label}
+    for answer, label in (("A model.", True), ("A file.", False))
+]
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' }}{% if message.role == 'assistant' %}{% generation %}"
     "{{ message.content + eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
@@ -378,6 +383,7 @@ def usual(llama: Path) -> dict[str, Make]:
         "retro-ckpt": fixture("retro-tp2-torch"),
         "chats.jsonl": lines(*[CHAT] * 8),
         "pairs.jsonl": lines(*[PAIR] * 8),
+        "rated.jsonl": lines(*RATED * 4),
         "corpus.jsonl": lines(*[{"text": "A checkpoint is a model at rest."}] * 20),
         "rows.jsonl": lines({"text": "A checkpoint"}),
         **dict.fromkeys(("metrics.jsonl", "run-a/metrics.jsonl", "run-b/metrics.jsonl"), METRICS),
@@ -503,7 +509,10 @@ def special(page: str) -> Mapping[str, Make]:
         },
         "docs/families.md": {"whisper-large": write_whisper},
         "docs/hybrids.md": {"Qwen3-Next": lambda target: write_model(target, "qwen3_next")},
-        "docs/images.md": dict.fromkeys(("chats.jsonl", "more-chats.jsonl"), write_image_chats),
+        "docs/images.md": {
+            **dict.fromkeys(("chats.jsonl", "more-chats.jsonl"), write_image_chats),
+            "prompts.jsonl": write_prompts,
+        },
         "docs/grpo.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(
