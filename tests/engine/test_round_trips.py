@@ -171,10 +171,11 @@ def hops(draw: Draw, layers: int, widths: tuple[int, ...]) -> ConvertOptions:
 def trips(draw: Draw) -> Trip:
     widths = draw(st.sampled_from(((1,), (1, 2), (1, 2, 4), (3, 1))))
     layers, kv_heads = draw(st.integers(1, 4)), max(widths) * draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.integers(1, 3))
     model = {
         "layers": layers,
-        "hidden": draw(st.integers(1, 20)),
-        "heads": kv_heads * draw(st.integers(1, 3)),
+        "hidden": heads * draw(st.integers(1, 4)),  # its class needs a multiple
+        "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": draw(st.integers(1, 5)),
         "ffn": max(widths) * draw(st.integers(1, 5)),
