@@ -93,6 +93,8 @@ NOT_RUN = {
     "needs a model of this size; the commands of a how-to page measure a small one": (
         r"rank-channels .* --hidden-size 3072 ",
         r"--layers 0-19,28-31",
+        r"--load pruned --teacher-load",
+        r"VL-3B-Instruct prompts\.jsonl --grpo",
     ),
     "needs a model with MTP layers; tests/trainer/inference/test_drafting.py drafts": (
         r"--draft-tokens 1 ",
@@ -124,7 +126,8 @@ CHAT = {
 }
 PAIR = {"prompt": "What?", "chosen": "A model.", "rejected": "A file."}
 RATED = [
-    {"prompt": "What?", "completion": answer, "label": label}
+    {"prompt": prompt, "completion": answer, "label": label}
+    for prompt in ("What?", "Which?")
     for answer, label in (("A model.", True), ("A file.", False))
 ]
 TEMPLATE = (
@@ -368,7 +371,14 @@ def usual(llama: Path) -> dict[str, Make]:
         "Llama-3.1-8B",
         "meta-llama/Llama-3.1-8B",
     )
-    chats = ("Llama-3.2-1B", "Llama-3.2-1B-Instruct", "Llama-3.1-8B-Instruct", "chat")
+    chats = (
+        "Llama-3.2-1B",
+        "Llama-3.2-1B-Instruct",
+        "Llama-3.1-8B-Instruct",
+        "Qwen3-0.6B",
+        "Qwen3-8B",
+        "chat",
+    )
     optimizer = fixture("core-te-llama-optim-tp2pp1/checkpoint")
     return {
         **dict.fromkeys((*llamas, *chats), copy_of(llama)),
@@ -383,13 +393,16 @@ def usual(llama: Path) -> dict[str, Make]:
         "retro-ckpt": fixture("retro-tp2-torch"),
         "chats.jsonl": lines(*[CHAT] * 8),
         "pairs.jsonl": lines(*[PAIR] * 8),
-        "rated.jsonl": lines(*RATED * 4),
+        "rated.jsonl": lines(*RATED * 2),
         "corpus.jsonl": lines(*[{"text": "A checkpoint is a model at rest."}] * 20),
         "rows.jsonl": lines({"text": "A checkpoint"}),
         **dict.fromkeys(("metrics.jsonl", "run-a/metrics.jsonl", "run-b/metrics.jsonl"), METRICS),
         "lambada_test.jsonl": lines({"text": "A checkpoint is a model at rest"}),
         "Qwen2.5-VL-7B": fixture("whole-qwen2_5_vl"),
-        **dict.fromkeys(("Qwen2.5-VL-3B", "Qwen2.5-VL-3B-Instruct"), partial(create, "qwen2_5_vl")),
+        **dict.fromkeys(
+            ("Qwen2.5-VL-3B", "Qwen2.5-VL-3B-Instruct", "Qwen2.5-VL-7B-Instruct"),
+            partial(create, "qwen2_5_vl"),
+        ),
         "gemma-3-4b-it": fixture("whole-qwen2_5_vl"),
         "Llama-3.2-11B-Vision": fixture("whole-qwen2_5_vl"),
         "gemma-4-31B": multimodal(llama),
@@ -514,6 +527,7 @@ def special(page: str) -> Mapping[str, Make]:
             "prompts.jsonl": write_prompts,
         },
         "docs/grpo.md": {"prompts.jsonl": write_prompts},
+        "docs/distillation.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(
                 {"text": "A checkpoint is a model at rest, and a run is one in motion"}
