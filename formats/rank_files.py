@@ -48,6 +48,11 @@ def is_version(name: str) -> bool:
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
+def run_of(place: Path) -> Path:
+    """The directory of the run of an iteration's directory; any other directory itself."""
+    return place.parent if is_version(place.name) else place
+
+
 def is_number(word: str) -> bool:
     """True if a tracker's word can be the number of an iteration."""
     return word.isdecimal() and len(word) <= 18

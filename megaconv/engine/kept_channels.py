@@ -35,6 +35,7 @@ from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.described import value_of
 from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.patterns import evaluate
 from megaconv.model.table import canonical_axes, canonical_shapes
 from megaconv.options.kept_channels import HIDDEN, KeptChannels
 from megaconv.options.kept_file import Kept
@@ -237,10 +238,15 @@ def _stay(axis: str, kept: Kept, sizes: Mapping[str, int]) -> Sequence[int] | No
     if unit == axis:
         return kept[unit]
     place = factors.index(unit)
-    numbers = [int(factor) if factor.isdigit() else sizes[factor] for factor in factors]
-    times, size, each = math.prod(numbers[:place]), numbers[place], math.prod(numbers[place + 1 :])
-    firsts = [(turn * size + number) * each for turn in range(times) for number in kept[unit]]
-    return array("q", [first + element for first in firsts for element in range(each)])
+    numbers = evaluate(" ".join(factors), sizes)
+    times, each = math.prod(numbers[:place]), math.prod(numbers[place + 1 :])
+    return _elements(kept[unit], numbers[place], times, each)
+
+
+def _elements(kept: Sequence[int], size: int, times: int, each: int) -> Sequence[int]:
+    """The indices of units that stay. size: units that follow one another, `times` times. each: elements of a unit."""
+    units = [turn * size + number for turn in range(times) for number in kept]
+    return array("q", [unit * each + element for unit in units for element in range(each)])
 
 
 def _manifest(

@@ -43,8 +43,8 @@ def narrowed_config(
 
 def _require_heads_alike(config: ModelConfig, sizes: Mapping[str, int], asked: str) -> None:
     """Raise NotExpressible if heads of some layers differ from others, or serve other layers too."""
-    own = any((kind.heads, kind.kv_heads, kind.head_dim) != (None,) * 3 for kind in config.layers)
-    if own:
+    own = [size for kind in config.layers for size in (kind.heads, kind.kv_heads, kind.head_dim)]
+    if any(own):
         raise NotExpressible(
             f"{asked}: layers of this {config.family} have attention of other sizes; keep all its heads"
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from formats.rank_files import is_version
+from formats.rank_files import run_of
 from formats.small_files import SmallFile
 from formats.wording import counted
 from megaconv.engine.completeness import GENERATION
@@ -135,8 +135,7 @@ def _files_of(given: str) -> dict[str, Path]:
         raise UsageError(
             f"--tokenizer {given}: is a file; give the directory of the tokenizer, {directory.parent}"
         )
-    of_run = directory.parent if is_version(directory.name) else directory
-    for place in (directory, of_run / SIDECAR_DIRECTORY):
+    for place in (directory, run_of(directory) / SIDECAR_DIRECTORY):
         found = {name: path for name, path in find_sidecars(place).items() if is_of_tokenizer(name)}
         if kinds_of(found):
             return found

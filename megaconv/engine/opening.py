@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from formats.file_limit import raise_file_limit
-from formats.rank_files import is_version
+from formats.rank_files import run_of
 from formats.tensor import LazyTensor
 from megaconv import registry
 from megaconv.engine.sidecars import SIDECAR_DIRECTORY
@@ -53,7 +53,7 @@ def description_of(config: Path | None) -> Path | None:
         return None
     if not config.exists():
         raise UsageError(f"--config {nothing_at(config)}", code="no-such-input")
-    of_run = config.parent if is_version(config.name) else config
+    of_run = run_of(config)
     for directory in (config, of_run / SIDECAR_DIRECTORY):
         if (directory / CONFIG_NAME).is_file():
             return directory

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from formats.rank_files import is_version
+from formats.rank_files import run_of
 from megaconv.engine.record import Record, source_of
 from megaconv.errors import UsageError
 from megaconv.hub import Place
@@ -84,4 +84,4 @@ def _name(place: str) -> str:
     if cached is not None:
         return cached["name"].lower()
     path = Path(place)
-    return (path.parent if is_version(path.name) else path).name.lower()
+    return run_of(path).name.lower()

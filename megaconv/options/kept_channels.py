@@ -17,8 +17,8 @@ from megaconv.options.values import channel_numbers
 HIDDEN = "hidden"
 """The name of the channels of the hidden states."""
 _FILE = KeptFile(
-    part="channel",
-    holds="the channels that stay",
+    part="channel or head",
+    holds="the channels and heads that stay",
     places=re.compile(
         r"hidden|[a-z0-9_.]{1,200}\.(mlp(\.experts\.\d{1,9}|\.shared)?|attn|mamba|linear|kda)",
         re.ASCII,
@@ -62,7 +62,7 @@ def kept_channels(given: str | Path | Mapping[str, Iterable[int]] | KeptChannels
 def _named(given: Mapping[str, Iterable[int]]) -> Iterable[str]:
     """The names. Raises UsageError if there are none, or others than of channels."""
     if not given:
-        raise UsageError("{}: names no channels; leave the option out to keep all")
+        raise UsageError("{}: names no channels or heads; leave the option out to keep all")
     for place in given:
         if not _FILE.places.fullmatch(place):
             raise UsageError(f"{place!r:.80}: expected names such as {_FILE.examples}")

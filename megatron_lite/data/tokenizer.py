@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from formats.ceilings import SIDECAR_BYTES
 from formats.errors import CorruptCheckpoint
-from formats.rank_files import is_version
+from formats.rank_files import run_of
 from formats.regular_files import check_size
 from megaconv.errors import UsageError
 from megaconv.hub import tokenizer_directory
@@ -277,8 +277,7 @@ def _has_tokenizer(directory: Path) -> bool:
 
 def _with_tokenizer(directory: Path) -> Path:
     """The directory with the tokenizer's files: a Megatron run keeps them in hf/, beside its iterations."""
-    of_run = directory.parent if is_version(directory.name) else directory
-    inside = of_run / "hf"
+    inside = run_of(directory) / "hf"
     return inside if not _has_tokenizer(directory) and _has_tokenizer(inside) else directory
 
 

@@ -107,7 +107,7 @@ class _Channels(_Watch):
         self.squares = squares if self.squares is None else self.squares + squares
 
     def norms(self) -> Tensor:
-        """See _Watch. Of an expert that no token chooses, return the norms of the columns alone."""
+        """See _Watch. If no token chooses an expert, return the norms of its columns alone."""
         of_blocks = [block.square().sum(0).double().cpu() for block in self.blocks()]
         columns = torch.stack(of_blocks).sum(0)
         return columns.sqrt() if self.squares is None else (columns * self.squares).sqrt()

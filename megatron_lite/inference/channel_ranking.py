@@ -5,6 +5,7 @@ import json
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +60,10 @@ class ChannelRanking:
         """Return the result for programs and for --keep-channels."""
         return {"tokens": self.tokens, KEEP: self.keep, "left_out": self.left_out}
 
+    def write(self, output: Path) -> None:
+        """Write the file for --keep-channels."""
+        write_whole(output, (json.dumps(self.to_json()) + "\n").encode())
+
     def lines(self) -> Iterator[str]:
         """Yield the result as lines. All experts of a layer have one line."""
         shares: dict[str, list[float]] = {}
@@ -77,20 +82,36 @@ def main(given: argparse.Namespace) -> None:
     output = output_file(given)
 
     def work(opened: OpenedEngine) -> None:
-        config = opened.config
-        places = places_of(canonical_axes(family(config.family).rows, config))
-        choices = _choices(_asked(given, config, set(places.values())), config)
-        chosen = {name: choices[field] for name, field in places.items() if field in choices}
+        chosen, fields = _chosen(given, opened)
+        # What `convert --keep-channels` refuses is refused before anything is measured.
         narrowed = _narrowed(opened, given.load, chosen)
         passes = read_passes(given, opened, _STATES)
-        ranking = _ranking(measure(opened.engine, passes, choices), chosen)
-        write_whole(output, (json.dumps(ranking.to_json()) + "\n").encode())
-        for line in (*ranking.lines(), *(f"{output}: {notice}" for notice in narrowed.notices)):
-            show(line)
+        scores = measure(opened.engine, passes, fields)
+        ranking = _ranking(scores, chosen)
+        ranking.write(output)
+        _show(ranking, narrowed, output)
         option = f"--keep-channels {shlex.quote(str(output))}"
         show(f"  {pruning(given.load, opened.start.inside_whole, option)}")
 
     measured("rank-channels", given, work)
+
+
+def _show(ranking: ChannelRanking, narrowed: NarrowedModel, output: Path) -> None:
+    for line in ranking.lines():
+        show(line)
+    for notice in narrowed.notices:
+        show(f"{output}: {notice}")
+
+
+def _chosen(
+    given: argparse.Namespace, opened: OpenedEngine
+) -> tuple[dict[str, Choice], Collection[str]]:
+    """Return (places -> how much of them stays, the fields that hold their numbers). Raises UsageError, UnsupportedInput."""
+    config = opened.config
+    places = places_of(canonical_axes(family(config.family).rows, config))
+    choices = _choices(_asked(given, config, set(places.values())), config)
+    chosen = {name: choices[field] for name, field in places.items() if field in choices}
+    return chosen, choices.keys()
 
 
 def _asked(
@@ -119,20 +140,18 @@ def _asked(
 
 
 def _choices(asked: Mapping[str, int], config: ModelConfig) -> dict[str, Choice]:
-    """Return how much stays, by the fields of places. Raises UsageError."""
+    """Return the choices by the fields of places. Raises UsageError."""
     found: dict[str, Choice] = {}
-    of_heads = {field for kind in HEADS.values() for field in (kind.field, kind.group_field)}
-    for field, value in asked.items():
-        if field not in of_heads:
-            found[field] = ChannelChoice(value)
     for field, kind in HEADS.items():
         if field in asked or kind.group_field in asked:
             found[field] = head_choice(kind, asked, config, _FLAGS)
-    return found
+    of_heads = {field for kind in HEADS.values() for field in (kind.field, kind.group_field)}
+    channels = asked.keys() - of_heads
+    return found | {field: ChannelChoice(asked[field]) for field in channels}
 
 
 def _narrowed(opened: OpenedEngine, place: str, chosen: Mapping[str, Choice]) -> NarrowedModel:
-    """Return the model that `convert --keep-channels` makes, or raise what it raises, before anything is measured."""
+    """Return a model of the chosen sizes, as `convert --keep-channels` makes one. Raises what it raises."""
     source = OpenedSource(opened.start.header, opened.start.tensors)
     first = {name: choice.first() for name, choice in chosen.items()}
     return with_kept_channels(source, KeptChannels(first), place)

@@ -14,7 +14,7 @@ from megaconv.model.described import value_of
 
 
 class Choice(Protocol):
-    """How many parts of a place stay."""
+    """The number of parts of a place that stay."""
 
     def first(self) -> list[int]:
         """Return parts that may stay, whatever their scores, in rising order."""
@@ -27,7 +27,7 @@ class Choice(Protocol):
 
 @dataclass(frozen=True)
 class ChannelChoice:
-    """How many channels stay."""
+    """The number of channels that stay."""
 
     count: int
 
@@ -43,7 +43,7 @@ class ChannelChoice:
 
 @dataclass(frozen=True)
 class HeadChoice:
-    """How many heads of a mixer stay: as many of each group that stays."""
+    """The numbers of heads and groups of a mixer that stay. All these groups keep the same number of heads."""
 
     of_group: int
     """Heads of a group before."""
@@ -69,7 +69,7 @@ class HeadChoice:
 def head_choice(
     kind: HeadKind, asked: Mapping[str, int], config: ModelConfig, flags: Mapping[str, str]
 ) -> HeadChoice:
-    """Return how many heads stay.
+    """Return the numbers that stay.
 
     asked: fields -> the numbers that were asked for, of heads, groups or both. flags: fields -> their flags, for messages. Raises
     UsageError for numbers that don't fit together.

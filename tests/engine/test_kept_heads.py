@@ -141,7 +141,11 @@ def test_transformers_computes_each_family_without_some_heads(name: str, tmp_pat
             continue
         whole = oracle.load(source)
         silence(whole, source, kept)
-        torch.testing.assert_close(found, oracle.compute(whole, tokens), rtol=1e-4, atol=1e-4)
+        expected = oracle.compute(whole, tokens)
+        # Sums of float32 in another order: their error follows the largest logits.
+        torch.testing.assert_close(
+            found, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
 
 
 @pytest.mark.oracle

@@ -106,7 +106,7 @@ def _checkpoint(header: Header, place: Path | None, notes: list[str]) -> dict[st
         return {"load": None, "ckpt_format": None}
     version = rank_files.find_version(place) or place
     backend = read_backend(version) or ("torch_dist" if is_dcp(version) else "torch")
-    root = version.parent if rank_files.is_version(version.name) else version
+    root = rank_files.run_of(version)
     return {
         "load": str(root.resolve()),
         "ckpt_format": backend,
