@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from megaconv.commands.inspection import inspect
 from megaconv.huggingface.weight_files import has_weights
 from megaconv.model.beside import BESIDE
-from megaconv.options import LoadOptions
-from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.objectives.image_models import deepest
 
 
@@ -28,6 +25,8 @@ def encoder_of(directory: Path) -> Encoder | None:
 
     Reads headers, and no weights. Raises CheckpointError.
     """
+    from megatron_lite.data.images.reader import ImageReader
+
     reader = ImageReader(directory)
     if reader.kind is None:
         return None
@@ -38,6 +37,9 @@ def _parameters(directory: Path) -> int | None:
     """Return the number of elements of the tensors outside the language model, which no config.json alone tells."""
     if not has_weights(directory):
         return None
+    from megaconv.commands.inspection import inspect
+    from megaconv.options import LoadOptions
+
     options = LoadOptions(optimizer=False)
     manifest = inspect(directory, options, None, check_source=False).header.manifest
     return sum(prod(info.shape) for key, info in manifest.items() if key.name.startswith(BESIDE))

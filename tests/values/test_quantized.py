@@ -253,7 +253,7 @@ def quantize(model: Path, block: int = 8) -> dict[str, torch.Tensor]:
 def test_a_quantized_model_becomes_a_plain_one_in_the_dtype_asked_for(
     word: str | None, dtype: str, tmp_path: Path
 ) -> None:
-    model = write_llama(tmp_path / "model", layers=2, hidden=20)
+    model = write_llama(tmp_path / "model", layers=2, hidden=20, heads=10, kv_heads=2)
     meant = quantize(model)
     megaconv.convert(model, tmp_path / "core", saver="core", tp=2, pp=2, dtype=word)
     megaconv.convert(tmp_path / "core", tmp_path / "hf", saver="hf")

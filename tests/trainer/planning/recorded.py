@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megaconv.model.config import ModelConfig
@@ -345,7 +346,9 @@ def bytes_kept(_rank: int, planned: Planned) -> tuple[int, int]:
 def tensor_bytes() -> int:
     storages = {}
     for item in gc.get_objects():
-        if issubclass(type(item), torch.Tensor) and item.device.type == "cpu":
+        kind = type(item)
+        is_in_memory = issubclass(kind, torch.Tensor) and not issubclass(kind, FakeTensor)
+        if is_in_memory and item.device.type == "cpu":
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
