@@ -174,11 +174,11 @@ def trained_tensors(natives: Iterable[NativeTensor]) -> dict[str, list[NativeTen
     """Return the tensors of a chunk that are parameters by name, each followed by its second names."""
     found: dict[str, list[NativeTensor]] = {}
     for native in natives:
-        if native.copy is not None and not (native.copy.written and native.copy.used):
-            continue
-        same = next(
-            (each for each in found.values() if native.copy and each[0].parts == native.parts), None
-        )
+        same = None
+        if native.copy is not None:
+            if not (native.copy.written and native.copy.used):
+                continue
+            same = next((each for each in found.values() if each[0].parts == native.parts), None)
         if same is None:
             found[native.name] = [native]
         else:
