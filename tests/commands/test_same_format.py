@@ -138,7 +138,11 @@ def test_a_layout_that_can_not_be_is_refused_as_with_a_saver(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("name", "model_type"),
-    [("core-bert-tp2pp2", "BERT"), ("core-t5-tp2pp1", "T5"), ("core-gpt2-tp2pp2", "GPT")],
+    [
+        ("core-t5-tp2pp1", "T5"),
+        pytest.param("core-bert-tp2pp2", "BERT", marks=pytest.mark.slow),
+        pytest.param("core-gpt2-tp2pp2", "GPT", marks=pytest.mark.slow),
+    ],
 )
 def test_a_type_of_model_that_is_true_is_accepted_and_any_other_refused(
     tmp_path: Path, name: str, model_type: str

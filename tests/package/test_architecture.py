@@ -157,9 +157,7 @@ def imports(name: str, path: Path) -> tuple[Import, ...]:
 
 def imports_of(path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    lazy = {id(node) for node in deferred(tree)}
-    for node in ast.walk(tree):
-        eager = id(node) not in lazy
+    for node, eager in statements(tree, eager=True):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(alias.name, node.lineno, eager)
@@ -171,15 +169,19 @@ def imports_of(path: Path) -> Iterator[Import]:
                 yield Import(inner if is_module(inner) else module, node.lineno, eager)
 
 
-def deferred(tree: ast.AST) -> Iterator[ast.AST]:
-    """Everything inside functions and `if TYPE_CHECKING`, which doesn't run on import."""
-    for node in ast.iter_child_nodes(tree):
-        only_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if only_for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            for child in ast.iter_child_nodes(node):
-                yield from ast.walk(child)
-        else:
-            yield from deferred(node)
+def statements(block: ast.AST, *, eager: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """(statement, whether it runs on import): functions and `if TYPE_CHECKING` don't. Expressions import nothing."""
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(block, part, ()):
+            yield node, eager
+            yield from statements(node, eager=eager and not is_deferred(node))
+
+
+def is_deferred(node: ast.AST) -> bool:
+    """Whether what is inside a statement runs later than the statement itself, or never."""
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 @cache

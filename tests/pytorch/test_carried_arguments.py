@@ -27,7 +27,13 @@ def groups_of(checkpoint: Path) -> list[dict[str, Any]]:
     return groups
 
 
-@pytest.mark.parametrize("through", [("dcp",), ("deepspeed",), ("dcp", "deepspeed", "dcp")])
+@pytest.mark.parametrize(
+    "through",
+    [
+        ("dcp", "deepspeed", "dcp"),
+        *(pytest.param((saver,), marks=pytest.mark.slow) for saver in ("dcp", "deepspeed")),
+    ],
+)
 def test_arguments_and_limits_of_the_learning_rate_return(
     megatron: Path, through: tuple[str, ...], tmp_path: Path
 ) -> None:

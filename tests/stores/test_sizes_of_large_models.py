@@ -70,7 +70,7 @@ def llama_70b(tmp_path: Path) -> Path:
     "words",
     [
         {"saver": "hf", "max_shard_size": "200GB"},
-        {"saver": "core", "tp": 1},
+        pytest.param({"saver": "core", "tp": 1}, marks=pytest.mark.slow),
         pytest.param({"saver": "core", "tp": 8, "pp": 2}, marks=pytest.mark.slow),
         {"saver": "core", "ckpt_format": "torch_dist"},
     ],
@@ -99,8 +99,8 @@ def test_the_files_of_a_70b_model_fit_into_the_parts_of_s3(
 @pytest.mark.parametrize(
     "words",
     [
-        {"tp": 1},
-        {"tp": 2},
+        pytest.param({"tp": 1}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
         {"tp": 8},
         {"ckpt_format": "torch_dist"},
         pytest.param({"tp": 8, "pp": 4}, marks=pytest.mark.slow),
@@ -119,7 +119,7 @@ def test_the_parts_of_a_70b_model_need_no_spool(
     ("name", "words"),
     [
         ("llama_405b", {"tp": 8, "pp": 9}),
-        ("llama_405b", {"ckpt_format": "torch_dist"}),
+        pytest.param("llama_405b", {"ckpt_format": "torch_dist"}, marks=pytest.mark.slow),
         pytest.param("llama_405b", {"tp": 2, "pp": 9}, marks=pytest.mark.slow),
         pytest.param("llama_405b", {"tp": 1, "pp": 9}, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {"ckpt_format": "torch_dist"}, marks=pytest.mark.slow),

@@ -236,19 +236,25 @@ def few_places(monkeypatch: pytest.MonkeyPatch) -> list[waiting.Waiting]:
     return found
 
 
+QUICK = ("core", "torch_dist")
+"""The savers of `make test`: the other ones write files in the same two ways."""
+
+
+@pytest.mark.parametrize(
+    "saver",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SAVERS],
+)
 def test_no_more_parts_wait_than_the_plan_says(
-    writable: SmallStore, tmp_path: Path, few_places: list[waiting.Waiting]
+    writable: SmallStore, tmp_path: Path, few_places: list[waiting.Waiting], saver: str
 ) -> None:
-    """Every saver: places are few, and no writer waits for ever."""
+    """Places are few, and no writer waits for ever."""
     source = write_llama(tmp_path / "model", layers=2, hidden=128, vocab=512)
-    for words in SAVERS.values():
-        writable.clear()
-        outcome = run("convert", source, OUT, *words.split(), "--workers", 3)
-        assert outcome.status == 0, (words, outcome.err)
-        assert few_places.pop().open_parts
+    outcome = run("convert", source, OUT, *SAVERS[saver].split(), "--workers", 3)
+    assert outcome.status == 0, outcome.err
+    assert few_places.pop().open_parts
 
 
-@pytest.mark.parametrize("most", [1 << 20, 20 << 20])
+@pytest.mark.parametrize("most", [1 << 20, pytest.param(20 << 20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "saver",
     [pytest.param(name, marks=() if name == "core" else pytest.mark.slow) for name in SAVERS],

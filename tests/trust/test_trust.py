@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 SEED = 1
 
 SAMPLE = {
-    "kills": 8, "faults": 20, "mutations": 20, "foreign": 16, "seals": 15, "pickles": 12, "archives": 6, "files": 12,
-    "patches": 30, "requests": 60, "moving": 16, "fuzz": 1000,
+    "kills": 5, "faults": 8, "mutations": 10, "foreign": 8, "seals": 15, "pickles": 12, "archives": 6, "files": 12,
+    "patches": 20, "requests": 60, "moving": 16, "fuzz": 1000,
 }  # fmt: skip
 """Cases of each attack."""
 
