@@ -94,6 +94,7 @@ def test_experts_that_are_parts_compute_the_same(
     torch.testing.assert_close(logits(tmp_path / "out", tokens), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_the_weights_are_those_that_megatron_core_makes(llama: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"saver": "core", "transformer_impl": "local"}

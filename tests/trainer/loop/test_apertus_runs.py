@@ -24,6 +24,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     source: Path, tmp_path: Path
 ) -> None:

@@ -285,6 +285,7 @@ def test_a_launcher_that_is_killed_before_its_ranks_have_met_ends_them_with_one_
     assert "was the process that started the ranks killed?" in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_ranks_of_srun_that_find_no_store_end_with_a_line_that_names_the_address(
     tmp_path: Path,
 ) -> None:

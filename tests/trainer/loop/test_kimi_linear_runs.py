@@ -41,6 +41,7 @@ def test_a_run_goes_on_at_another_layout_and_transformers_loads_what_it_learned(
     assert_goes_on_elsewhere(source, tmp_path, LAYOUTS)
 
 
+@pytest.mark.slow
 def test_adapters_change_matrices_alone(source: Path, tmp_path: Path) -> None:
     train(tmp_path, 1, f"finetune --load {source} --lora-rank 4 --save run {FINETUNE}")
     saved = tmp_path / "run" / "iter_0000004"

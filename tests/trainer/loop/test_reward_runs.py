@@ -213,6 +213,7 @@ def test_dpo_reports_margins_as_fields_that_are_not_read(tmp_path: Path) -> None
     assert 'fields that are not read: "margin"' in log
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits_at_two_ranks(tmp_path: Path) -> None:
     layout = "--tp 2 --sequence-parallel --save-interval 1 --resume"
     command = f"{WORDS} --load {BASE} --save ckpt --train-iters 6 {layout}"

@@ -71,6 +71,7 @@ def _steps(
     return found
 
 
+@pytest.mark.slow
 def test_layers_that_add_to_images_share_their_graphs() -> None:
     """Of four layers, the first three add further vectors, each its own."""
     case = Case("qwen3", masked=False, options=COMPILED)

@@ -35,6 +35,7 @@ def added(steps: Steps) -> int:
     return steps.launches.get("add_", 0) + steps.launches.get("copy_", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute",
     [pytest.param(each, marks=pytest.mark.slow) for each in (Recompute(), FULL)] + [SELECTIVE],

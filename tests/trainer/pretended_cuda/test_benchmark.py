@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from tests.trainer.pretended_cuda.device import PretendedGpu
@@ -47,6 +48,7 @@ def test_each_model_is_measured(gpu_world: PretendedWorld) -> None:
     _check(found, models=5)
 
 
+@pytest.mark.slow
 def test_fp8_is_measured_and_says_which_products_computed_it(gpu_world: PretendedWorld) -> None:
     (found,) = gpu_world.run(1, _measure, "megatron_lite, fp8")
     _check(found, models=3)

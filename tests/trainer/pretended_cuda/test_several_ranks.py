@@ -70,6 +70,7 @@ OF_PADDED_EXPERTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OF_PADDED_EXPERTS, ids=str)
 def test_ranks_with_padded_experts_wait_once_a_step(gpu_world: PretendedWorld, case: Case) -> None:
     """They exchange tokens, but no numbers of rows. The one wait is for the gradient norm."""
