@@ -41,13 +41,21 @@ class TooLong(UsageError):
 
 def check(request: Request, length: int) -> None:
     """Raise UsageError for an impossible request, and TooLong for one that doesn't fit into a slot of `length` tokens."""
-    if not request.prompt:
-        raise UsageError("the prompt is empty, and there is no token to begin with")
     if request.max_tokens < 1:
         raise UsageError(f"max_tokens is {request.max_tokens}; it must be 1 or more")
-    needed = len(request.prompt) + request.max_tokens
+    check_prompt(request.prompt, request.max_tokens, length)
+
+
+def check_prompt(prompt: tuple[int, ...], max_tokens: int, length: int) -> None:
+    """Raise UsageError for an empty prompt, and TooLong for one that doesn't fit with its answer into `length` tokens.
+
+    max_tokens: tokens of the answer; 0 for a prompt that is only read.
+    """
+    if not prompt:
+        raise UsageError("the prompt is empty, and there is no token to begin with")
+    needed = len(prompt) + max_tokens
     if needed > length:
         raise TooLong(
-            f"a prompt of {len(request.prompt)} tokens and {request.max_tokens} to generate make {needed}; "
+            f"a prompt of {len(prompt)} tokens and {max_tokens} to generate make {needed}; "
             f"there is room for {length}"
         )

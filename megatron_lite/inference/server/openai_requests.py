@@ -12,7 +12,7 @@ from megatron_lite.inference.grammar import Grammar
 from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.opening import Opened
 from megatron_lite.inference.prompts import encode, encode_chat
-from megatron_lite.inference.requests import Request, TooLong, check
+from megatron_lite.inference.requests import Request, TooLong, check_prompt
 from megatron_lite.inference.sampling import (
     LARGEST_REPETITION_PENALTY,
     LEAST_REPETITION_PENALTY,
@@ -195,7 +195,7 @@ def _shared(
         except UsageError as error:  # the tokenizer may have more tokens than the model
             raise Refused(str(error), "prompt") from error
         try:
-            check(Request(prompt, max(max_tokens, 1)), opened.model.length + (max_tokens == 0))
+            check_prompt(prompt, max_tokens, opened.model.length)
         except TooLong as error:
             raise NoRoom(str(error), len(prompt)) from error
         except UsageError as error:

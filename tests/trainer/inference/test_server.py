@@ -107,6 +107,13 @@ def test_a_prompt_is_judged_without_generating(serving: Serving, model: tuple[Pa
     assert values[1:] == pytest.approx(
         slots_of(model[1]).score([row])[0].log_probs.tolist(), abs=1e-4
     )
+    status, found = serving.ask(
+        "/v1/completions", {"prompt": [7] * 97, "max_tokens": 0, "echo": True}
+    )
+    assert status == 400
+    assert "97 tokens and 0 to generate make 97; there is room for 96" in found["error"]["message"]
+    full = {"prompt": [7] * 96, "max_tokens": 0, "echo": True}
+    assert serving.ask("/v1/completions", full)[0] == 200
 
 
 def test_an_answer_has_the_requested_number_of_likeliest_tokens(serving: Serving) -> None:
