@@ -4,7 +4,7 @@ The fingerprints of an output with other stored values than readers get (GGUF) a
 are read as they are stored.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,50 +175,70 @@ def check_source(
     stored = (_as_recorded if by_own_names else as_stored)(place, record)
     written = source.header.manifest if stored is None else stored.source.header.manifest
     differing = record.other_tensors(written)
-    infos = {str(key): info for key, info in written.items()}
     masters = _read_from_masters(record, written) if other_dtypes else frozenset()
-    as_weights = {str(key._replace(slot=MASTER)) for key in masters}
-
-    def was_asked_for(name: str) -> bool:
-        """True if the user's options explain the difference of a tensor."""
-        if name not in infos:
-            return name in as_weights
-        return other_shapes or (other_dtypes and record.differs_in_dtype_alone(name, infos[name]))
-
-    refused = [f"{name} {what}" for name, what in differing.items() if not was_asked_for(name)]
-    if refused:
-        number = len(refused)
-        which = f"{counted(number, 'tensor')} {are(number)} not as written: {listing(refused)}"
-        _refuse(record, which, remedy)
+    refused = _unexplained(
+        record, differing, written, masters, shapes=other_shapes, dtypes=other_dtypes
+    )
+    _require_none([f"{name} {differing[name]}" for name in refused], record, remedy)
     described = changed_descriptions(record, stored)
     if described:
         _refuse(record, f"the metadata in {listing(sorted(described))} are not as written", remedy)
+    unlike, uncast = frozenset(differing), masters
+    if stored is None:
+        cast = frozenset(
+            key
+            for key, info in written.items()
+            if streamed is not None and streamed.get(key) != info
+        )
+        unlike |= {str(key) for key in cast.union(altered)}
+        uncast -= cast
     notices = tuple(
         f"{name}: {kind} since the source was written (its {RECORD_NAME} says)"
         for name, kind in record.changed_files().items()
     )
-    if stored is not None:
-        return SourceCheck(
-            record,
-            frozenset(differing),
-            masters,
-            notices,
-            stored.source,
-            remedy=remedy,
-            origins=origins or {},
-        )
-    cast: set[Key] = set()
-    if streamed is not None:
-        cast.update(key for key, info in written.items() if streamed.get(key) != info)
-    unlike = {str(key) for key in cast.union(altered)} | differing.keys()
     return SourceCheck(
         record,
-        frozenset(unlike),
-        masters - cast,
+        unlike,
+        uncast,
         notices,
+        None if stored is None else stored.source,
         remedy=remedy,
         origins=origins or {},
     )
+
+
+def _unexplained(
+    record: Record,
+    differing: Iterable[str],
+    written: Mapping[Key, TensorInfo],
+    masters: Iterable[Key],
+    *,
+    shapes: bool,
+    dtypes: bool,
+) -> Iterator[str]:
+    """Yield the tensors whose difference the user's options don't explain.
+
+    written: the tensors of the source. masters: those that are read from masters. shapes, dtypes: whether the user has
+    given other ones.
+    """
+    infos = {str(key): info for key, info in written.items()}
+    as_weights = {str(key._replace(slot=MASTER)) for key in masters}
+    for name in differing:
+        if name not in infos:
+            explained = name in as_weights
+        else:
+            in_dtype_alone = dtypes and record.differs_in_dtype_alone(name, infos[name])
+            explained = shapes or in_dtype_alone
+        if not explained:
+            yield name
+
+
+def _require_none(refused: Sequence[str], record: Record, remedy: str) -> None:
+    """Raise CorruptCheckpoint or ModelsDiffer for tensors, each with its difference, that are not as written."""
+    if refused:
+        number = len(refused)
+        which = f"{counted(number, 'tensor')} {are(number)} not as written: {listing(refused)}"
+        _refuse(record, which, remedy)
 
 
 def require_own_base(found: Input, source: Source, workers: int) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from formats.tensor import LazyTensor
 from megaconv.adapters.named_tensors import INSIDE, INSIDE_BY_TYPE
 from megaconv.adapters.opening import open_adapter
-from megaconv.adapters.peft_files import CONFIG
+from megaconv.adapters.peft_files import CONFIG, Adapter, ModuleAdapter
 from megaconv.adapters.targets import weights_of
 from megaconv.engine.provenance import names_another
 from megaconv.errors import NotExpressible, TensorMismatch
@@ -189,49 +189,21 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
     """
     adapter = open_adapter(directory)
     described = adapter.config
-    refused = [
-        (described.ranks, "other ranks for some modules"),
-        (described.alphas, "another alpha for some modules"), (any(m.bias for m in adapter.modules), "biases"),
-        (any(m.embedding for m in adapter.modules), "an adapter of the embedding"),
-    ]  # fmt: skip
-    for wrong, what in refused:
-        if wrong:
-            raise NotExpressible(
-                f"{directory}: the adapter has {what}, which can't be trained here; megaconv merge merges it"
-            )
-    for module in adapter.modules:
-        module.refuse_contradiction(described, directory)
+    _require_trainable(adapter, directory)
     wholes, whole = read_wholes(adapter, config, directory)
     rows, tokens = read_token_rows(adapter, config)
-    by_name: defaultdict[tuple[str, str | None], list[Module]] = defaultdict(list)
-    for where in modules_of(config).values():
-        if where.module not in by_name[where.module.path, where.module.parameter]:
-            by_name[where.module.path, where.module.parameter].append(where.module)
+    by_name = _modules_by_name(config)
     tensors: dict[str, LazyTensor] = {**wholes, **rows}
     adapted: list[Module] = []
     for module, native in weights_of(adapter, family(config.family), config):
         path, _, last = native.name.rpartition(".")
-        own = sorted(
-            by_name[path, None if last == "weight" else last], key=lambda found: found.expert or 0
-        )
-        if not own:
+        own = by_name.get((path, None if last == "weight" else last))
+        if own is None:
             raise NotExpressible(
                 f"{directory}: has an adapter of {native.name}, which can't be trained here"
             )
         adapted += own
-        a, b = as_floats(module.a), as_floats(module.b)
-        if len(a) != described.rank * len(own):
-            raise TensorMismatch(
-                f"{adapter.weights}: {module.module} has an A of {len(a)} rows, and this model needs "
-                f"{described.rank * len(own)}; give the model that the adapter was trained on",
-                code="misshapen-tensor",
-            )
-        for number, each in enumerate(own):
-            tensors[f"{each.name}.{_A}"] = HeldTensor(a.chunk(len(own))[number])
-            tensors[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
-            if module.magnitude is not None:
-                lengths = as_floats(module.magnitude).flatten()
-                tensors[f"{each.name}.{MAGNITUDE_VECTOR}"] = HeldTensor(lengths)
+        tensors |= _shares(module, own, adapter)
     every = [module for listed in by_name.values() for module in listed]
     targets = tuple(_selecting(adapted, every))
     return ReadAdapter(
@@ -247,3 +219,54 @@ def read_adapter(directory: Path, config: ModelConfig) -> ReadAdapter:
         tensors,
         described.base,
     )
+
+
+def _require_trainable(adapter: Adapter, directory: Path) -> None:
+    """Raise NotExpressible for an adapter that the trainer can't train, CheckpointError for one that contradicts itself."""
+    refused = (
+        (adapter.config.ranks, "other ranks for some modules"),
+        (adapter.config.alphas, "another alpha for some modules"),
+        (any(module.bias for module in adapter.modules), "biases"),
+        (any(module.embedding for module in adapter.modules), "an adapter of the embedding"),
+    )
+    for wrong, what in refused:
+        if wrong:
+            raise NotExpressible(
+                f"{directory}: the adapter has {what}, which can't be trained here; megaconv merge merges it"
+            )
+    for module in adapter.modules:
+        module.refuse_contradiction(adapter.config, directory)
+
+
+def _modules_by_name(config: ModelConfig) -> dict[tuple[str, str | None], list[Module]]:
+    """Return the modules that can have adapters by (path, parameter): several for experts, in their order."""
+    found: defaultdict[tuple[str, str | None], list[Module]] = defaultdict(list)
+    for where in modules_of(config).values():
+        same = found[where.module.path, where.module.parameter]
+        if where.module not in same:
+            same.append(where.module)
+    for same in found.values():
+        same.sort(key=lambda module: module.expert or 0)
+    return dict(found)
+
+
+def _shares(
+    module: ModuleAdapter, own: Sequence[Module], adapter: Adapter
+) -> dict[str, LazyTensor]:
+    """Return the matrices of each of the modules that share an adapter: of one, or of all experts of a layer."""
+    a, b = as_floats(module.a), as_floats(module.b)
+    rows = adapter.config.rank * len(own)
+    if len(a) != rows:
+        raise TensorMismatch(
+            f"{adapter.weights}: {module.module} has an A of {len(a)} rows, and this model needs "
+            f"{rows}; give the model that the adapter was trained on",
+            code="misshapen-tensor",
+        )
+    found: dict[str, LazyTensor] = {}
+    for number, (each, rows_of_a) in enumerate(zip(own, a.chunk(len(own)), strict=True)):
+        found[f"{each.name}.{_A}"] = HeldTensor(rows_of_a)
+        found[f"{each.name}.{_B}"] = HeldTensor(b[:, number :: len(own)])
+        if module.magnitude is not None:
+            lengths = as_floats(module.magnitude).flatten()
+            found[f"{each.name}.{MAGNITUDE_VECTOR}"] = HeldTensor(lengths)
+    return found
