@@ -20,6 +20,12 @@ TRAINER_COMMANDS = frozenset((
     "rank-experts", "rank-channels", "retro", "embed", "retrieve", "models", "recipes", "plot", "completion",
 ))  # fmt: skip
 """Commands that only megatron-lite has."""
+OTHER_WORDS = {
+    "checksum": "fingerprint", "compare": "diff", "export": "convert", "hash": "fingerprint", "info": "inspect",
+    "prune": "convert --keep-channels", "quantize": "convert --quantize", "reshard": "convert", "show": "inspect", "sign": "seal",
+    "split": "convert --tp", "upload": "push", "validate": "verify",
+}  # fmt: skip
+"""Words that other tools have for a command -> the command."""
 _UNKNOWN_COMMAND = re.compile(r"no such command '([^']*)'")
 
 
@@ -30,6 +36,8 @@ def wrong_usage(error: Any) -> str:
     unknown = _UNKNOWN_COMMAND.match(message)
     if unknown and unknown[1] in TRAINER_COMMANDS:
         return f"{unknown[0]}; `megatron-lite {unknown[1]}` is a command of the trainer"
+    if unknown and unknown[1] in OTHER_WORDS:
+        return f"{unknown[0]}; `megaconv {OTHER_WORDS[unknown[1]]}` does that"
     if error.ctx is None or message.endswith("?"):
         return message.replace("'. Did", "'; did")
     command = "megaconv" if error.ctx.parent is None else f"megaconv {error.ctx.command.name}"

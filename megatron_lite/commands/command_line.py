@@ -85,9 +85,12 @@ def _remedy(command: str) -> str:
     from difflib import get_close_matches
 
     from megaconv.commands.cli import COMMANDS
+    from megatron_lite.settings import other_trainers
 
     if command in COMMANDS:
         return f"`megaconv {command}` is a command of the converter"
+    if command in other_trainers.COMMANDS:
+        return f"`megatron-lite {other_trainers.COMMANDS[command]}` does that"
     known = (*DESCRIPTIONS, *OTHERS)
     near = get_close_matches(command, known, 1)
     return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"

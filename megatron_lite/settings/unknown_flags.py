@@ -3,6 +3,7 @@
 import difflib
 
 from megaconv.errors import UsageError
+from megatron_lite.settings import other_trainers
 from megatron_lite.settings.config import flags
 from megatron_lite.settings.earlier_flags import REPLACED, TODAY, refuse_all
 from megatron_lite.settings.flag_parser import FlagParser
@@ -15,14 +16,6 @@ from megatron_lite.settings.megatron_flags import (
 
 YAML_FLAGS = ("--yaml-cfg", "--config-file")
 RECIPE_FLAG = "--recipe"
-
-OTHERWISE_CALLED = {
-    "--learning-rate": "--lr", "--max-steps": "--train-iters", "--num-train-epochs": "--epochs", "--max-seq-length": "--seq-length",
-    "--max-length": "--seq-length", "--output-dir": "--save", "--model": "--load",
-    "--model-name-or-path": "--load", "--per-device-train-batch-size": "--micro-batch-size", "--warmup-steps": "--lr-warmup-iters",
-    "--reward-funcs": "--reward", "--teacher-model": "--teacher-load", "--teacher-model-name-or-path": "--teacher-load",
-}  # fmt: skip
-"""Flags of other trainers -> Megatron-LM's flags with the same meaning but a different spelling."""
 
 
 def take_without_effect(
@@ -99,8 +92,9 @@ def _of_command(word: str, beside: FlagParser | None) -> str | None:
 
 def _of_training(word: str) -> str | None:
     """Return the flag of training that is most like an unknown one."""
-    if word in OTHERWISE_CALLED:
-        return _with_short(OTHERWISE_CALLED[word])
+    ours = other_trainers.FLAGS.get(word.replace("_", "-"))
+    if ours is not None:
+        return _with_short(ours)
     known = ["--" + name.replace("_", "-") for name in flags()]
     known += [*YAML_FLAGS, RECIPE_FLAG]
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.75)

@@ -1,11 +1,14 @@
 """Requests that can't be met: one clear line, exit status 2, before any tensor is read or anything is written."""
 
+import re
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from formats.tensor import FileTensor, StridedTensor
+from megaconv.commands.cli import COMMANDS
+from megaconv.commands.wrong_usage import OTHER_WORDS
 from tests.models import write_config, write_llama
 from tests.runs import Outcome, assert_refused, run, snapshot, unchanged, write_old_output
 
@@ -426,6 +429,7 @@ def test_a_word_in_place_of_a_number_is_refused_in_plain_words(
         ("serve-hf", "missing argument 'PATH...'", "`megaconv serve-hf --help` describes the command"),
         ("convrt a b", "no such command 'convrt'", "did you mean 'convert'?"),
         ("zebra", "no such command 'zebra'", "`megaconv --help` describes the command"),
+        ("quantize model out", "no such command 'quantize'", "`megaconv convert --quantize` does that"),
         ("serve model", "no such command 'serve'", "`megatron-lite serve` is a command of the trainer"),
         ("finetune model", "no such command 'finetune'", "`megatron-lite finetune` is a command of the trainer"),
         ("plan a --tp two", "invalid value for '--tp': 'two' is not a whole number", "`megaconv plan --help` describes the command"),
@@ -435,6 +439,13 @@ def test_a_wrong_word_is_one_line_with_the_nearest_that_exists(
     words: str, message: str, hint: str
 ) -> None:
     assert run(*words.split()) == Outcome(2, "", f"megaconv: error: {message}; {hint}\n")
+
+
+def test_words_of_other_tools_lead_to_commands_and_options_that_there_are() -> None:
+    assert not OTHER_WORDS.keys() & set(COMMANDS)
+    for command, *options in map(str.split, OTHER_WORDS.values()):
+        assert command in COMMANDS
+        assert set(options) <= set(re.findall(r"--[\w-]+", run(command, "--help").out))
 
 
 def test_an_option_without_its_value_is_one_line() -> None:
