@@ -87,7 +87,7 @@ class ResumableLines:
             found = None
         if not isinstance(found, dict):
             raise CorruptCheckpoint(
-                f"{self.path}, line {self.complete + 1}: is no JSON object; write to another file"
+                f"{self.path}:{self.complete + 1}: is no JSON object; write to another file"
             )
         return found
 
@@ -105,7 +105,7 @@ class ResumableLines:
             self._file.flush()
         elif line != self._old[place]:
             raise UsageError(
-                f"{self.path}, line {self._number}: was written with other flags; resume with the same flags and layout"
+                f"{self.path}:{self._number}: was written with other flags; resume with the same flags and layout"
             )
 
     def __enter__(self) -> "ResumableLines":

@@ -42,7 +42,7 @@ class ChatPrompt(NamedTuple):
     @property
     def where(self) -> str:
         """The place of the record, for messages."""
-        return f"{self.file}, line {self.line}"
+        return f"{self.file}:{self.line}"
 
 
 def read_chat(record: Mapping[str, Any], file: Path, line: int) -> ChatPrompt:

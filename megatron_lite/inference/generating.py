@@ -170,7 +170,7 @@ def _write(opened: Opened, given: argparse.Namespace, questions: Questions) -> b
             asked = question.asked
             if asked != {name: line.get(name) for name in asked}:
                 raise UsageError(
-                    f"{given.output}, line {number + 1}: is of another prompt; resume with the same flags"
+                    f"{given.output}:{number + 1}: is of another prompt; resume with the same flags"
                 )
 
     block = BLOCK_TURNS * opened.model.slots

@@ -151,7 +151,7 @@ def _has_json_lines(path: str, text: str) -> bool:
 
 def _prompt_of(line: str, file: Path, number: int) -> str | ChatPrompt:
     """Return the prompt of a record; also of RealToxicityPrompts: {"prompt": {"text": ...}}; or its chat."""
-    where = f"{file}, line {number}"
+    where = f"{file}:{number}"
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

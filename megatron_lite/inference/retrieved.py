@@ -32,9 +32,7 @@ def read_retrieved(path: str) -> list[Retrieved]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: can't be read: {reason_of(error)}") from error
     found = [
-        _of_line(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
+        _of_line(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not found:
         raise UsageError(f"{path}: has no prompt")

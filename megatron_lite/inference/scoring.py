@@ -92,7 +92,7 @@ def _rows(opened: Opened, path: str, lines: list[str]) -> Iterator[tuple[list[in
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{path}:{number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -149,7 +149,7 @@ def _row(opened: Opened, record: Any, where: str) -> tuple[list[int], int]:
             return [*before, *after], max(len(before), 1)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
-    found = str(record)[:60]
+    found = json.dumps(record)[:60]
     raise UsageError(
-        f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {found!r}'
+        f'{where}: expected {{"tokens": [...]}}, {{"text": ...}} or {{"prompt": ..., "completion": ...}}, found {found}'
     )

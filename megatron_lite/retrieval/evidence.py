@@ -74,7 +74,7 @@ class FileEvidence:
     def _json_lines(self) -> Iterator[Passage]:
         with self.path.open(encoding="utf-8") as file:
             for number, line in enumerate(file):
-                where = f"{self.path}: line {number + 1}"
+                where = f"{self.path}:{number + 1}"
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:

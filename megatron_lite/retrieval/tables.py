@@ -20,8 +20,8 @@ def rows_of(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]
     reader = csv.reader(lines, delimiter="\t")
     try:
         for row in reader:
-            yield f"{path}: line {reader.line_num}", row
+            yield f"{path}:{reader.line_num}", row
     except csv.Error as error:
         raise CorruptCheckpoint(
-            f"{path}: line {reader.line_num}: {error}; look for a quotation mark without its end"
+            f"{path}:{reader.line_num}: {error}; look for a quotation mark without its end"
         ) from error

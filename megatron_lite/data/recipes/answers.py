@@ -68,7 +68,7 @@ def run(given: argparse.Namespace) -> AnswerReport:
     report = AnswerReport()
     lines = zip_longest(_records(given.input), _records(given.references))
     for number, (answered, wanted) in enumerate(lines, 1):
-        text, answers = _pair(answered, wanted, f"{given.input}, line {number}")
+        text, answers = _pair(answered, wanted, f"{given.input}:{number}")
         report.answers += 1
         report.f1 += f1(text, answers[0], given.n_gram)
         report.exact += exact_match(text, answers)
@@ -86,7 +86,7 @@ def _records(path: Path) -> Iterator[Any]:
         try:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
+            raise CorruptCheckpoint(f"{path}:{number}: is not JSON: {error}") from error
 
 
 def _pair(answered: Any, wanted: Any, where: str) -> tuple[str, Sequence[str]]:

@@ -149,7 +149,7 @@ def _score(
         document = next(documents, None)
         if document is None or {**document.fields, SCORE: line.get(SCORE)} != line:
             raise UsageError(
-                f"{lines.path}, line {number + 1}: is not the input's record; resume with the same input"
+                f"{lines.path}:{number + 1}: is not the input's record; resume with the same input"
             )
         passed.append(document)
         report.add(line[SCORE])

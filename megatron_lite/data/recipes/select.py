@@ -123,7 +123,7 @@ def read_scores(path: Path, by: str) -> Scored:
     records = 0
     for number, start, line in _lines(path):
         records += 1
-        score = number_at(_parsed(line, path, number), by, f"{path}, line {number}")
+        score = number_at(_parsed(line, path, number), by, f"{path}:{number}")
         if score is not None:
             scores.append(score)
             starts.append(start)
@@ -149,7 +149,7 @@ def _parsed(line: bytes, path: Path, number: int) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
+        raise CorruptCheckpoint(f"{path}:{number}: is not JSON: {error}") from error
 
 
 def _copy_lines(source: Path, starts: NDArray[np.int64], target: Path) -> None:

@@ -104,8 +104,8 @@ def _records(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"{path}, line {number}: is not JSON: {error}") from error
+            raise CorruptCheckpoint(f"{path}:{number}: is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise CorruptCheckpoint(f"{path}, line {number}: is no JSON object")
+            raise CorruptCheckpoint(f"{path}:{number}: is no JSON object")
         found.append(record)
     return found

@@ -160,7 +160,7 @@ def _lambada_windows(path: Path, tokenizer: Tokenizer, *, strict: bool) -> Itera
     for number, line in enumerate(_read(path).split("\n"), 1):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
+        where = f"{path}:{number}"
         try:
             text: Any = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:

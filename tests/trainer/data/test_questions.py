@@ -113,7 +113,7 @@ def test_references_that_are_no_texts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "found").write_text('{"prompt": "a", "text": "3"}\n')
     (tmp_path / "wanted").write_text('{"prompt": "a", "answers": [3]}\n')
     words = f"answers --input {tmp_path / 'found'} --references {tmp_path / 'wanted'}"
-    with pytest.raises(CorruptCheckpoint, match=r"found, line 1: expected .* a list of texts"):
+    with pytest.raises(CorruptCheckpoint, match=r"found:1: expected .* a list of texts"):
         answers.run(make_parser().parse_args(words.split()))
 
 

@@ -58,7 +58,7 @@ def test_a_number_that_no_float_holds_is_refused() -> None:
 def test_half_a_character_in_a_row_to_score_is_refused_by_its_line(tmp_path: Path) -> None:
     opened = SimpleNamespace(tokenizer=HalfRefused())
     rows = _rows(opened, "rows.jsonl", ["", '{"text": "bad \\ud800"}'])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"^rows\.jsonl, line 2: .* half of a surrogate pair"):
+    with pytest.raises(UsageError, match=r"^rows\.jsonl:2: .* half of a surrogate pair"):
         list(rows)
 
 

@@ -151,7 +151,7 @@ def test_an_output_of_another_input_is_not_continued(
     before = (tmp_path / "out").read_bytes()
     other = write(tmp_path / "other.jsonl", ["x", *TEXTS[1:]])
     assert score(other, tmp_path / "out", "--resume") == 2
-    assert "line 1: is not the input's record" in capsys.readouterr().err
+    assert ":1: is not the input's record" in capsys.readouterr().err
     assert score(other, tmp_path / "out") != 0
     assert "--resume" in capsys.readouterr().err
     assert (tmp_path / "out").read_bytes() == before
@@ -331,10 +331,10 @@ def test_the_lowest_half_of_all_records_is_chosen(
 @pytest.mark.parametrize(
     ("lines", "words", "said"),
     [
-        ('{"score": {"toxicity": "x"}}\n', "", "line 1: score.toxicity should be a number"),
-        ('{"score": 1}\n', "", "line 1: has no score.toxicity"),
+        ('{"score": {"toxicity": "x"}}\n', "", ":1: score.toxicity should be a number"),
+        ('{"score": 1}\n', "", ":1: has no score.toxicity"),
         ('{"score": null}\n', "", "no record has a score"),
-        ("{\n", "", "line 1: is not JSON"),
+        ("{\n", "", ":1: is not JSON"),
         ('{"score": {"toxicity": 1}}\n', "--lowest 2", "--lowest 2.0"),
     ],
 )

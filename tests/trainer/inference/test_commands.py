@@ -267,7 +267,7 @@ def test_other_records_are_refused(
     path = tmp_path / "in.jsonl"
     path.write_text(json.dumps(record))
     assert run("generate", "--load", model[0], "--prompts-file", path) == 2
-    assert capfd.readouterr().err.endswith(f"{path}, line 1: {expected}\n")
+    assert capfd.readouterr().err.endswith(f"{path}:1: {expected}\n")
 
 
 def test_chat_remembers_what_was_said(
@@ -447,7 +447,7 @@ def test_ranks_started_together_generate_what_one_does(
             "prompt 2: a prompt of",
         ),
         (["generate", "--load", "MODEL", "--prompts-file", "LONG"], "prompt 2: a prompt of"),
-        (["score", "--load", "MODEL", "--input", "BAD", "--output", "KEPT"], "line 2"),
+        (["score", "--load", "MODEL", "--input", "BAD", "--output", "KEPT"], ".jsonl:2: "),
         (["score", "--load", "MODEL", "--input", "nowhere", "--output", "KEPT"], "nowhere"),
         (["score", "--load", "MODEL", "--input", "WORDS", "--top", "-1"], "--top -1 must be 0 or"),
         (["score", "--load", "MODEL", "--input", "WORDS", "--top", "999"], "--top 999 exceeds the"),
@@ -486,7 +486,7 @@ def test_ranks_started_together_generate_what_one_does(
             ["serve", "--load", "MODEL", "--model-type", "bert"],
             "--model-type bert contradicts the checkpoint",
         ),
-        (["score", "--load", "MODEL", "--input", "BAD"], "line 2"),
+        (["score", "--load", "MODEL", "--input", "BAD"], ".jsonl:2: "),
         (["chat"], "MODEL is missing; write: megatron-lite chat MODEL"),
         (
             ["score", "--load", "MODEL", "--input", "WORDS", *NUMBERS],
@@ -507,7 +507,7 @@ def test_ranks_started_together_generate_what_one_does(
         ),
         (
             ["evaluate", "--load", "MODEL", "--task", "LAMBADA", "--valid-data", "LAST", *NUMBERS],
-            "test.lambada, line 1: the text 'some words' is not a row of token ids",
+            "test.lambada:1: the text 'some words' is not a row of token ids",
         ),
         (
             [
@@ -521,7 +521,7 @@ def test_ranks_started_together_generate_what_one_does(
                 "LAST",
                 *NUMBERS,
             ],
-            "test.lambada, line 1: the text ' words' is not a row of token ids",
+            "test.lambada:1: the text ' words' is not a row of token ids",
         ),
         (
             [
@@ -608,7 +608,7 @@ def test_mistakes_are_refused_in_one_line(
     ("model_type", "tokens", "status", "message"),
     [
         ("gpt2", 96, 0, ""),
-        ("gpt2", 97, 2, "rows.jsonl, line 2: has 97 tokens, and the model only 96 positions"),
+        ("gpt2", 97, 2, "rows.jsonl:2: has 97 tokens, and the model only 96 positions"),
         ("llama", 96, 0, ""),
         ("llama", 97, 0, "rows of up to 97 tokens exceed the model's 96 positions"),
     ],

@@ -120,5 +120,5 @@ def test_flags_of_neighbors_that_exclude_each_other_are_refused(words: str, mess
 )  # fmt: skip
 def test_a_line_without_passages_is_refused(line: str, tmp_path: Path) -> None:
     (tmp_path / "asked.jsonl").write_text(line + "\n")
-    with pytest.raises(UsageError, match=r'asked.jsonl, line 1: expected \{"prompt": text, "neigh'):
+    with pytest.raises(UsageError, match=r'asked.jsonl:1: expected \{"prompt": text, "neigh'):
         read_retrieved(str(tmp_path / "asked.jsonl"))

@@ -77,7 +77,7 @@ def test_a_run_with_other_flags_is_not_continued(
     assert generate(model, tmp_path / "out", f"{words} 2") == 0
     before = (tmp_path / "out").read_bytes()
     assert generate(model, tmp_path / "out", f"{words} 7", seed=2) == 2
-    assert "line 1: was written with other flags" in capfd.readouterr().err
+    assert ":1: was written with other flags" in capfd.readouterr().err
     assert generate(model, tmp_path / "out", f"{words} 1") == 2
     assert "has 2 lines, and this run writes 1" in capfd.readouterr().err
     assert (tmp_path / "out").read_bytes() == before

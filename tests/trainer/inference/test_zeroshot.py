@@ -108,13 +108,13 @@ def test_other_line_ends_within_a_text_of_lambada_end_no_line(tmp_path: Path) ->
     """The second line is the first bad one."""
     text = '{"text": "fine\u2028other words"}\n{"txt": "none"}\n'
     (tmp_path / "lambada.jsonl").write_text(text, encoding="utf-8")
-    with pytest.raises(CorruptCheckpoint, match="line 2: expected"):
+    with pytest.raises(CorruptCheckpoint, match=":2: expected"):
         lambada(slots_of(None), Bytes(), tmp_path / "lambada.jsonl", strict=True)  # type: ignore[arg-type]
 
 
 def test_zero_shot_data_without_an_answer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "lambada.jsonl").write_text('{"text": "fine words"}\n{"txt": "none"}\n')
-    with pytest.raises(CorruptCheckpoint, match="line 2"):
+    with pytest.raises(CorruptCheckpoint, match=":2"):
         lambada(slots_of(None), Bytes(), tmp_path / "lambada.jsonl", strict=True)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="wiki"):
         text_of(Path("/data/test.txt"))

@@ -116,9 +116,9 @@ def test_questions_are_read_in_every_form(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("who?\n", "line 1: has 1 column;"),
-        ("who?\t__import__('os')\n", "line 1: the answers are not a list"),
-        ("a\t['b']\nwho?\t{1: 2}\n", "line 2: a question and a list of answers"),
+        ("who?\n", ":1: has 1 column;"),
+        ("who?\t__import__('os')\n", ":1: the answers are not a list"),
+        ("a\t['b']\nwho?\t{1: 2}\n", ":2: a question and a list of answers"),
         ("{", "is not JSON"),
         ("[1]", "row 1: is not an object"),
         ("", "has no questions"),
@@ -166,12 +166,12 @@ def test_files_that_are_not_utf_8_are_named(name: str, tmp_path: Path) -> None:
 def test_a_passage_is_named_by_a_whole_number(number: str, tmp_path: Path) -> None:
     path = tmp_path / "passages.jsonl"
     path.write_text(f'{{"id": {number}, "text": "a"}}\n')
-    with pytest.raises(CorruptCheckpoint, match=r"line 1: the id .* is not a number"):
+    with pytest.raises(CorruptCheckpoint, match=r":1: the id .* is not a number"):
         list(open_evidence(path).rows())
 
 
 def test_a_quotation_mark_without_its_end_is_named(tmp_path: Path) -> None:
     path = tmp_path / "passages.tsv"
     path.write_text('1\t"' + "a" * (1 << 24) + "b\tc\n", encoding="utf-8")
-    with pytest.raises(CorruptCheckpoint, match=r"line 1: .*look for a quotation mark without"):
+    with pytest.raises(CorruptCheckpoint, match=r":1: .*look for a quotation mark without"):
         list(open_evidence(path).rows())
