@@ -89,12 +89,18 @@ def batch(config: ModelConfig, rows: int, device: torch.device = CPU) -> Microba
 
 
 def ours(
-    config: ModelConfig, dtype: str, rows: int, device: torch.device = CPU, **options: Any
+    config: ModelConfig,
+    dtype: str,
+    rows: int,
+    device: torch.device = CPU,
+    *,
+    optimizer: OptimizerOptions | None = None,
+    **options: Any,
 ) -> Step:
     layout = Layout(stage_layers=(config.layer_count,))
     grid = make_grid(layout, 1, device, experts=config.experts.count > 0)
     own = ModelOptions(dtype=dtype, vocab_divisor=1, **options)
-    engine = Engine(config, grid, own, OptimizerOptions())
+    engine = Engine(config, grid, own, optimizer or OptimizerOptions())
     init_weights(engine, 0.02, 0)
     if own.lora is not None:
         init_adapters(engine, seed=0)
@@ -109,9 +115,11 @@ def transformers_step(
     device: torch.device = CPU,
     *,
     compiled: bool = False,
+    masters: bool = False,
     lora: LoRA | None = None,
 ) -> Step:
-    """compiled: each layer, as ours are. lora: adapters by peft, which alone are trained."""
+    """compiled: each layer, as ours are. masters: weights are float32, and autocast computes in dtype. lora: adapters by peft,
+    which alone are trained."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     experts = config.experts
@@ -129,7 +137,7 @@ def transformers_step(
     )  # fmt: skip
     kind = MixtralForCausalLM if experts.count else LlamaForCausalLM
     with device:  # where random weights are drawn at once
-        network = kind(settings).to(getattr(torch, dtype))
+        network = kind(settings).to(torch.float32 if masters else getattr(torch, dtype))
     layers = network.model.layers
     if lora is not None:
         from peft import LoraConfig, get_peft_model
@@ -139,9 +147,11 @@ def transformers_step(
     for layer in layers if compiled else ():
         layer.compile()
     data = batch(config, rows, device)
+    precision = torch.autocast(device.type, getattr(torch, dtype), enabled=masters)
 
     def loss() -> torch.Tensor:
-        logits = network(data.tokens).logits
+        with precision:
+            logits = network(data.tokens).logits
         return torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), data.labels.flatten()
         )

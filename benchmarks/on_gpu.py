@@ -22,7 +22,7 @@ from megaconv.model.fields import fields_of, from_fields
 from megaconv.planning.gpus import peak_tflops
 from megatron_lite.loop.log import flops_per_token
 from megatron_lite.products.transformer_engine import has_transformer_engine
-from megatron_lite.settings.options import FP8, LoRA, Recompute
+from megatron_lite.settings.options import FP8, LoRA, OptimizerOptions, Recompute
 
 WARM_UP = 3
 VOCAB = 128256
@@ -45,10 +45,18 @@ class Model:
         return "lora" in self.options
 
 
+NARROW, MASTERS = "megatron_lite, compiled, bf16 state", "transformers, compiled, autocast"
+"""Ours with moments and gradients in bf16, and transformers with float32 weights: each keeps about what the other usually does."""
 OURS = ("megatron_lite, compiled", "megatron_lite")
-WITHOUT_CORE = ("megatron_lite, compiled", "transformers, compiled", "megatron_lite")
+WITHOUT_CORE = (
+    "megatron_lite, compiled",
+    "transformers, compiled",
+    NARROW,
+    MASTERS,
+    "megatron_lite",
+)
 DENSE = (
-    "megatron_lite, compiled", "transformers, compiled", "megatron_lite, fp8", "megatron-core", "megatron_lite",
+    "megatron_lite, compiled", "transformers, compiled", NARROW, MASTERS, "megatron_lite, fp8", "megatron-core", "megatron_lite",
 )  # fmt: skip
 ADAPTERS = (*OURS, "transformers and peft, compiled")
 ALL = tuple(dict.fromkeys((*DENSE, *ADAPTERS)))
@@ -100,8 +108,10 @@ def small_models() -> dict[str, Model]:
     return found
 
 
+BF16_STATE = dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype"), "bfloat16")
 PACKAGES = {
     "transformers, compiled": "transformers",
+    MASTERS: "transformers",
     "transformers and peft, compiled": "peft",
     "megatron-core": "megatron-core",
 }
@@ -122,14 +132,16 @@ def require_package(contender: str) -> None:
 def step_of(contender: str, chosen: Model, device: torch.device) -> Step:
     """Return a contender's training step in bf16."""
     config, rows = chosen.config, chosen.rows
+    more: dict[str, Any]
     if contender == "megatron-core":
         return core_step(config, "bfloat16", rows, device)
     if contender.startswith("transformers"):
-        lora = chosen.options.get("lora")
-        return transformers_step(config, "bfloat16", rows, device, compiled=True, lora=lora)
-    more: dict[str, Any] = {
+        more = {"masters": contender == MASTERS, "lora": chosen.options.get("lora")}
+        return transformers_step(config, "bfloat16", rows, device, compiled=True, **more)
+    more = {
         "megatron_lite": {},
         "megatron_lite, compiled": {"compile": True},
+        NARROW: {"compile": True, "optimizer": OptimizerOptions(**BF16_STATE)},
         "megatron_lite, fp8": {"fp8": FP8(recipe="tensorwise")},
     }[contender]
     return ours(config, "bfloat16", rows, device, **chosen.options, **more)

@@ -149,12 +149,27 @@ def test_the_benchmark_says_what_is_wrong(
         import_module("trainer").main()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize(
+    "contender",
+    ["megatron_lite, compiled, bf16 state", "transformers, compiled, autocast"],
+)
+def test_trainers_that_keep_as_much_as_each_other_are_measured(contender: str) -> None:
+    script = str(ROOT / "benchmarks" / "on_gpu.py")
+    words = [sys.executable, script, "1B", contender, "--tiny", "--steps", "1"]
+    environment = import_module("turns").environment()
+    printed = subprocess.run(words, env=environment, capture_output=True, check=True).stdout
+    assert json.loads(printed)["tokens_per_second"] > 0
+
+
 @pytest.mark.usefixtures("scripts")
 @pytest.mark.parametrize(
     ("contender", "package"),
     [
         ("megatron-core", "megatron-core"),
         ("transformers, compiled", "transformers"),
+        ("transformers, compiled, autocast", "transformers"),
         ("transformers and peft, compiled", "peft"),
     ],
 )
