@@ -3,7 +3,7 @@
 Each object appears on condition that nobody has written it since the run began.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from formats.errors import TargetExists
 from formats.stores import selectors
@@ -38,6 +38,15 @@ class Publication:
         at_once(self._complete, sent)
         at_once(lambda name: self._put(name, small[name]()), selectors.others(small))
         self._is_done = True
+
+    def remove_others(self, names: Iterable[str]) -> None:
+        """Delete the files of a replaced output that the new one doesn't have. names: all files of the new output.
+
+        This comes before the selectors: transformers prefers an old `model.safetensors` to the index of new shards.
+        """
+        if self._claim.holder.replaces:
+            others = set(self._before).difference(names)
+            at_once(self._store.delete, [f"{self._prefix}/{name}" for name in sorted(others)])
 
     def show_selectors(self, small: Contents) -> None:
         """Make the selectors visible, one after another."""

@@ -2,7 +2,8 @@
 
     1  claim        ckpt/.megaconv-partial.json, on condition that there is none
     2  send         parts of uploads, in any order; nobody can see them
-    3  publish      uploads become objects, 16 at a time, each on condition that there is none; then small files
+    3  publish      uploads become objects, 16 at a time, each on condition that there is none; then small files.
+                    Further files of an output that is replaced are deleted
     4  selectors    the files by which readers find the rest, one after another (formats/stores/selectors.py)
     5  tidy         journal and claim are deleted
 
@@ -24,7 +25,6 @@ from formats.stores import leftovers, selectors
 from formats.stores.claim import PUBLISHING, Claim
 from formats.stores.directory import stand_in_files
 from formats.stores.growing_file import GrowingPartFile
-from formats.stores.leftovers import at_once
 from formats.stores.objects import Listed
 from formats.stores.opening import Opening, Parts
 from formats.stores.part_file import PartFile, Sender, SmallFile
@@ -276,9 +276,10 @@ class StoreTarget:
         publication.show(sent, small)
         names = [*(file.name for file in sent), *small]
         with signals.held():
+            publication.remove_others(names)
             publication.show_selectors(small)
             self.committed = True
-            self._tidy(names)
+            self._tidy()
 
     def _published(self) -> Publication:
         if self._publication is None:
@@ -286,11 +287,8 @@ class StoreTarget:
             self._publication = Publication(*place, self._claim, self._objects)
         return self._publication
 
-    def _tidy(self, names: Sequence[str]) -> None:
+    def _tidy(self) -> None:
         """Remove everything but the output."""
-        surplus = set(self._objects) - set(names)
-        if self._claim.holder.replaces:
-            at_once(self._store.delete, [f"{self._prefix}/{name}" for name in surplus])
         self._claim.stop_renewing()
         self._close_sender()
         leftovers.remove(self._store, self._opening.found(), self._claim)

@@ -27,6 +27,25 @@ def test_killed_runs_leave_nothing_or_everything(writable: SmallStore) -> None:
         kill(writable, scenario, number, after=bool(place % 2), resume=bool(place % 3))
 
 
+def test_files_of_a_replaced_output_are_gone_before_readers_find_the_new_one(
+    writable: SmallStore,
+) -> None:
+    """transformers prefers an old `model.safetensors` to the index of new shards."""
+    assert run(*WORDS[:5]).status == 0
+    assert "model.safetensors" in writable.below("out/")
+    seen: list[set[str]] = []
+
+    def look(asked: Asked) -> None:
+        if asked.action == "put" and asked.key.endswith((".index.json", "/config.json")):
+            seen.append(set(writable.below("out/")))
+
+    writable.restart()
+    writable.done = look
+    assert run(*WORDS, "--overwrite", "--yes-replace-objects").status == 0
+    assert len(seen) == 2
+    assert not any("model.safetensors" in names for names in seen)
+
+
 def test_faults_never_leave_a_torn_output_behind_exit_status_zero(writable: SmallStore) -> None:
     """Acceptance 5, a sample: some kinds of fault, once each."""
     scenario, count = undisturbed(writable, WORDS)
