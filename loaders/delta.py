@@ -16,6 +16,7 @@ from megaconv.options import LoadOptions
 from megaconv.patches.patch import (
     Patch,
     PatchedSource,
+    WeightsAlone,
     is_patch,
     open_patch,
     patch_at,
@@ -30,6 +31,12 @@ def open_patched(path: Path, options: LoadOptions) -> Source:
 
     Raises UsageError without the base, ModelsDiffer for another one, CorruptCheckpoint.
     """
+    source = _patched(path, options)
+    return source if options.optimizer else WeightsAlone(source)
+
+
+def _patched(path: Path, options: LoadOptions) -> Source:
+    """The newer checkpoint with all that the patches and the base hold."""
     base = options.extra.get(BASE)
     if not base and options.needs_weights:
         raise UsageError(

@@ -128,7 +128,8 @@ def _optimizer_bytes(found: Input, options: LoadOptions, header: Header) -> int 
     if header.training.optimizer is None:
         return None
     try:
-        source = open_source(found, replace(options, metadata_only=True, optimizer=True))
+        looked = replace(options, metadata_only=True, needs_weights=False, optimizer=True)
+        source = open_source(found, looked)
     except CheckpointError:  # a conversion reports what is wrong
         return None
     # A loader may leave out the optimizer state, for example if a run trained only a part of the model.

@@ -10,7 +10,6 @@ from formats.wording import counted, listing
 from megaconv.engine.derived import derived_header, require_language_model
 from megaconv.errors import (
     CorruptCheckpoint,
-    LayoutError,
     NotExpressible,
     UnsupportedInput,
     UsageError,
@@ -18,7 +17,7 @@ from megaconv.errors import (
 from megaconv.families import family
 from megaconv.model.config import ModelConfig
 from megaconv.model.ir import WEIGHT, Header, Key, Source
-from megaconv.model.layout import LayerSplit, Layout, split_layers
+from megaconv.model.layout import layout_for
 from megaconv.model.table import canonical_shapes
 
 _LAYERS = "layers."
@@ -57,7 +56,7 @@ def with_layers(source: Source, chosen: Sequence[int], place: str) -> ChosenLaye
     manifest = {key: header.manifest[origin] for key, origin in origins.items()}
     made = replace(
         derived_header(header, config, manifest, origins),
-        layout=_layout(header.layout, header.config, config),
+        layout=header.layout and layout_for(header.layout, config.layer_count),
     )
     return ChosenLayers(source, made, origins, [_notice(chosen)])
 
@@ -106,19 +105,6 @@ def _numbered(header: Header) -> str:
     ):
         return "which has several stacks of layers"
     return ""
-
-
-def _layout(layout: Layout | None, whole: ModelConfig, made: ModelConfig) -> Layout | None:
-    """The layout of the source for the new layers: its stages, of equal sizes, or one stage if they can't be equal."""
-    if layout is None or whole.layer_count == made.layer_count:
-        return layout
-    count = made.layer_count
-    try:
-        return replace(
-            layout, stage_layers=split_layers(count, layout.pp, layout.vpp, LayerSplit())
-        )
-    except LayoutError:
-        return replace(layout, pp=1, vpp=1, stage_layers=(count,))
 
 
 def _config(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:

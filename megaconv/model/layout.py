@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from formats.wording import counted
@@ -196,6 +196,20 @@ def _even(layers: int, stages: int, split: LayerSplit) -> tuple[int, ...]:
     found[0] -= split.account_for_embedding
     found[-1] -= split.account_for_loss
     return tuple(found)
+
+
+def layout_for(layout: Layout, layers: int) -> Layout:
+    """The layout for another number of layers: its stages, of equal sizes, or one stage if they can't be equal."""
+    if sum(layout.stage_layers) == layers:
+        return layout
+    one_stage = replace(layout, pp=1, vpp=1, stage_layers=(layers,), encoder_stage_layers=())
+    if layout.encoder_stage_layers:
+        return one_stage
+    try:
+        stages = split_layers(layers, layout.pp, layout.vpp, LayerSplit())
+    except LayoutError:
+        return one_stage
+    return replace(layout, stage_layers=stages)
 
 
 def split_stacks(

@@ -47,7 +47,8 @@ from megaconv.engine.plan import BLOCK_BYTES
 from megaconv.errors import ModelsDiffer, UnknownFormat, UsageError
 from megaconv.hub import nothing_at, resolve
 from megaconv.model.config import ModelConfig
-from megaconv.model.ir import Header, Key, Source, TensorInfo
+from megaconv.model.ir import WEIGHT, Header, Key, Source, TensorInfo
+from megaconv.model.layout import layout_for
 from megaconv.model.own_names import OwnNames
 from megaconv.model.training import TrainingState
 from megaconv.options import LoadOptions
@@ -333,11 +334,11 @@ class PatchedSource:
     @cached_property
     def header(self) -> Header:
         """The header of the newer checkpoint. Layout and padding are those of the base."""
-        old = self.base.header
+        old, config = self.base.header, self._config()
         return replace(
             self.patch.header,
-            config=self._config(),
-            layout=old.layout,
+            config=config,
+            layout=old.layout and layout_for(old.layout, config.layer_count),
             vocab_divisor=old.vocab_divisor,
             padded_vocab=old.padded_vocab,
         )
@@ -371,6 +372,24 @@ class PatchedSource:
                 )
             blocks = _Blocks(self.patch, entry, base)
             yield entry.key, PatchedTensor(entry.info.shape, entry.info.dtype, entry.boxes, blocks)
+
+
+@dataclass(frozen=True)
+class WeightsAlone:
+    """A source without the optimizer state that it holds."""
+
+    whole: Source
+
+    @cached_property
+    def header(self) -> Header:
+        """The header with the weights alone. The training state keeps the settings of the optimizer."""
+        header = self.whole.header
+        weights = {key: info for key, info in header.manifest.items() if key.slot == WEIGHT}
+        return replace(header, manifest=weights)
+
+    def tensors(self) -> Iterator[tuple[Key, LazyTensor]]:
+        """The weights in model order."""
+        return (found for found in self.whole.tensors() if found[0].slot == WEIGHT)
 
 
 def require_chain(patches: Sequence[Patch]) -> None:

@@ -134,6 +134,50 @@ def test_optimizer_state_and_training_state_are_in_a_patch(tmp_path: Path) -> No
     assert "rng_state" in ours
 
 
+def test_optimizer_state_in_a_patch_is_left_out_where_it_is_not_wanted(tmp_path: Path) -> None:
+    """A format that can't hold it gets the weights, as in a conversion of the newer checkpoint itself."""
+    patch, of_old = tmp_path / "patch", ("--option", f"base={OPTIMIZER}")
+    make(OPTIMIZER, OPTIMIZER, patch)
+    outcome = run("apply", OPTIMIZER, patch, "--saver", "hf", "--save-dir", tmp_path / "hf")
+    assert outcome.status == 0, outcome.err
+    assert "optimizer state was left out" in outcome.err
+    assert run("diff", tmp_path / "hf", OPTIMIZER, "--no-optimizer").status == 0
+    made = applied(OPTIMIZER, patch, "--no-optimizer", target=tmp_path / "weights")
+    assert "optimizer" not in torch.load(
+        next(made.rglob("model_optim_rng.pt")), weights_only=False, map_location="cpu"
+    )
+    assert run("convert", patch, tmp_path / "dcp", "--saver", "hf", *of_old).status == 0
+    whole = run("fingerprint", patch, *of_old).out.splitlines()
+    assert len(whole) == 2
+    assert run("fingerprint", patch, *of_old, "--no-optimizer").out.splitlines() == whole[:1]
+    assert run("verify", patch, *of_old).status == 0
+    described = json.loads(run("inspect", patch, "--json").out)
+    assert described["optimizer"]["bytes"] > described["bytes"]
+
+
+def test_optimizer_state_of_the_newer_checkpoint_alone_is_in_a_patch(tmp_path: Path) -> None:
+    assert run("convert", OPTIMIZER, tmp_path / "old", "--saver", "hf").status == 0
+    make(tmp_path / "old", OPTIMIZER, tmp_path / "patch")
+    made = applied(tmp_path / "old", tmp_path / "patch", target=tmp_path / "hf")
+    assert run("diff", made, OPTIMIZER, "--no-optimizer").status == 0
+    words = (tmp_path / "patch", "--saver", "core", "--tp", 2)
+    made = applied(tmp_path / "old", *words, target=tmp_path / "core")
+    assert run("diff", made, OPTIMIZER).status == 0
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(6, [3, 3]), (3, [3])])
+def test_the_newer_model_of_a_pipelined_base_may_have_another_number_of_layers(
+    old: Path, tmp_path: Path, layers: int, stages: list[int]
+) -> None:
+    base, new = tmp_path / "base", write_llama(tmp_path / "new", layers=layers, seed=3)
+    assert run("convert", old, base, "--saver", "core", "--pp", 2).status == 0
+    make(base, new, tmp_path / "patch")
+    made = applied(base, tmp_path / "patch", target=tmp_path / "made")
+    assert run("diff", made, new).status == 0
+    layout = json.loads(run("inspect", made, "--json").out)["layout"]
+    assert layout["stage_layers"] == stages
+
+
 def test_tensors_of_another_shape_or_dtype_are_stored_whole_and_removed_ones_are_listed(
     old: Path, tmp_path: Path
 ) -> None:
