@@ -7,7 +7,14 @@ from typing import Protocol
 
 from megaconv.errors import ModelsDiffer, UnsupportedInput
 from megaconv.signatures.bundle import SIGNATURE_NAME, Bundle, read_bundle
-from megaconv.signatures.directory import GIT_PATHS, Piece, covered_files, pieces_of, state_of
+from megaconv.signatures.directory import (
+    GIT_PATHS,
+    Piece,
+    covered_files,
+    path_of_signature,
+    pieces_of,
+    state_of,
+)
 from megaconv.signatures.statement import SINGLE_FILE, Method, Statement
 
 _LISTED = 5
@@ -64,7 +71,7 @@ def check_signature(
     now = state_of(root, method, pieces, workers, advance=advance, expect=expect)
     changed = [name for name, digest in now.digests.items() if digest != statement.digests[name]]
     _require_none(root, dict.fromkeys(changed, "changed"))
-    usual = {*GIT_PATHS, SIGNATURE_NAME, _below(signature, root)}
+    usual = {*GIT_PATHS, SIGNATURE_NAME, path_of_signature(signature, root)}
     ignored = (each for each in statement.method.ignore_paths if each not in usual)
     signed = {piece.path for piece in pieces}
     empty = (name for name, path in files.items() if path not in signed)
@@ -75,16 +82,8 @@ def check_signature(
 
 def _all_but(method: Method, signature: Path, root: Path) -> Method:
     """The method, without the signature's own file."""
-    ignored = (*method.ignore_paths, SIGNATURE_NAME, _below(signature, root))
+    ignored = (*method.ignore_paths, SIGNATURE_NAME, path_of_signature(signature, root))
     return Method(method.name, method.hash_type, method.allow_symlinks, ignored, method.shard_size)
-
-
-def _below(signature: Path, root: Path) -> str:
-    """The signature's path below the model's directory; its own name if it lies elsewhere."""
-    try:
-        return signature.resolve().relative_to(root.resolve()).as_posix()
-    except ValueError:
-        return SIGNATURE_NAME
 
 
 def _signed_pieces(root: Path, signed: Statement, pieces: Iterator[Piece]) -> list[Piece]:

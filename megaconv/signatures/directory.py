@@ -40,10 +40,20 @@ class Piece:
 
 def standard_method(signature: Path, root: Path) -> Method:
     """The method of a new signature: SHA-256 of each file. signature: its file, which it can't cover."""
-    ignored = {*GIT_PATHS, SIGNATURE_NAME}
-    if signature.resolve().is_relative_to(root.resolve()):
-        ignored.add(signature.resolve().relative_to(root.resolve()).as_posix())
+    ignored = {*GIT_PATHS, SIGNATURE_NAME, path_of_signature(signature, root)}
     return Method(ignore_paths=tuple(sorted(ignored)))
+
+
+def path_of_signature(signature: Path, root: Path) -> str:
+    """The signature's path below the model's directory; its usual name if it lies elsewhere.
+
+    If it is a link, this is the path of the link. The file that it leads to is one of the model's files.
+    """
+    place = signature.parent.resolve() / signature.name
+    try:
+        return place.relative_to(root.resolve()).as_posix()
+    except ValueError:
+        return SIGNATURE_NAME
 
 
 def state_of(

@@ -299,6 +299,29 @@ def test_a_link_that_was_added_is_found(model: Path, tmp_path: Path, keys: Keys)
     assert_refused(run("verify", model, "--public-key", keys.public), 3, "is a link")
 
 
+def test_a_signature_behind_a_link_hides_no_added_file(model: Path, keys: Keys) -> None:
+    """transformers reads adapter_config.json. It may have the keys of a bundle, and those of an adapter."""
+    run("seal", model, "--key", keys.private)
+    signature, added = model / "model.sig", model / "adapter_config.json"
+    bundle = json.loads(signature.read_text())
+    added.write_text(json.dumps(bundle | {"base_model_name_or_path": "another/model"}))
+    signature.unlink()
+    signature.symlink_to(added.name)
+    outcome = run("verify", model, "--public-key", keys.public)
+    assert_refused(outcome, 4, "adapter_config.json (added)")
+
+
+def test_a_seal_in_place_of_a_link_covers_the_file_behind_it(model: Path, keys: Keys) -> None:
+    (model / "model.sig").symlink_to("config.json")
+    sealed = run("seal", model, "--key", keys.private, "--overwrite", "--json")
+    assert sealed.status == 0, sealed.err
+    assert not (model / "model.sig").is_symlink()
+    config = model / "config.json"
+    config.write_text(config.read_text() + " ")
+    outcome = run("verify", model, "--public-key", keys.public)
+    assert_refused(outcome, 4, "config.json (changed)")
+
+
 def test_a_seal_does_not_cover_the_files_of_git(model: Path, keys: Keys) -> None:
     run("seal", model, "--key", keys.private)
     (model / ".git").mkdir()
