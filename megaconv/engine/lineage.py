@@ -25,6 +25,7 @@ from formats.regular_files import require_flat
 from megaconv import registry
 from megaconv._version import __version__
 from megaconv.engine.fingerprints import combine
+from megaconv.engine.provenance import earlier_adapters
 from megaconv.engine.record import Record, canonical, find_record
 from megaconv.errors import CheckpointError
 from megaconv.hub import Place, resolve, scheme_of
@@ -74,6 +75,8 @@ class Lineage:
 
     provenance: Mapping[str, Any]
     notices: tuple[str, ...] = ()
+    adapters: tuple[Mapping[str, Any], ...] = ()
+    """Of a patch: the adapters that are merged into the newer checkpoint's weights."""
 
 
 def lineage_of(
@@ -106,7 +109,9 @@ def lineage_of_patch(old: Input, new: Input) -> Lineage:
         described_input(role, found.given, found.place, notices)
         for role, found in (("base", old), ("input", new))
     ]
-    return Lineage(_provenance({}, inputs), tuple(notices))
+    record = None if isinstance(new.place, str) else _record_of(new.place)
+    adapters = earlier_adapters(record)
+    return Lineage(_provenance({}, inputs), tuple(notices), adapters)
 
 
 def _provenance(options: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

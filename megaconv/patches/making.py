@@ -114,9 +114,8 @@ def make_patch(
     opened = opened or OpenedFiles()
     try:
         journal = _begin(staging, _identity(opened, old, new, options), new.header, resume=resume)
-        provenance = None if lineage is None else lineage.provenance
         with opened, BlocksFile(staging, journal, _most_bytes(new.header)) as blocks:
-            report = _write(staging, blocks, old, new, options, workers, advance, provenance)
+            report = _write(staging, blocks, old, new, options, workers, advance, lineage)
         opened.require_as_stored()
         for check, found in zip(checks or (), (report.base, report.new), strict=False):
             check.compare(found)
@@ -191,7 +190,7 @@ def _write(
     options: LoadOptions,
     workers: int,
     advance: Callable[[int], None],
-    provenance: Mapping[str, Any] | None,
+    lineage: Lineage | None,
 ) -> PatchReport:
     before = dict(PlainSource(old, exact=True).tensors())
     after = dict(PlainSource(new, exact=True).tensors())
@@ -213,7 +212,7 @@ def _write(
         "removed": [list(key) for key in removed],
         "options": {"optimizer": options.optimizer, "text_only": options.text_only},
     }
-    _write_small_files(staging, new.header, index, ends[1], provenance)
+    _write_small_files(staging, new.header, index, ends[1], lineage)
     changed = sum(not entry.has_base or any(size > 1 for size in entry.sizes) for entry in entries)
     full = sum(entry.info.nbytes for entry in entries)
     return PatchReport(
@@ -309,14 +308,20 @@ def _write_small_files(
     header: Header,
     index: Mapping[str, Any],
     fingerprint: Fingerprint,
-    provenance: Mapping[str, Any] | None,
+    lineage: Lineage | None,
 ) -> None:
     files: dict[str, FileLayout] = {
         f"{FILES}/{name}": file for name, file in small_files(header).items()
     }
     plain_header = replace(header, shifts={})
     record = record_json(
-        "", "delta", plain_header, OutputPlan({}, {}), fingerprint, provenance=provenance
+        "",
+        "delta",
+        plain_header,
+        OutputPlan({}, {}),
+        fingerprint,
+        adapters=() if lineage is None else lineage.adapters,
+        provenance=None if lineage is None else lineage.provenance,
     )
     files[RECORD_NAME] = PlainFile(record)
     files[INDEX] = PlainFile(json.dumps(index).encode())

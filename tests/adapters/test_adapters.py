@@ -205,6 +205,18 @@ def test_an_adapter_is_not_merged_into_its_own_output_again(saver: str, tmp_path
     assert run("merge", moved, adapter, "--save-dir", tmp_path / "out").status == 0
 
 
+def test_an_adapter_is_not_merged_into_what_a_patch_of_its_output_makes(tmp_path: Path) -> None:
+    base, adapter, patch = LINEAR / "base", LINEAR / "adapter", tmp_path / "patch"
+    megaconv.merge(base, str(adapter), tmp_path / "merged")
+    assert run("delta", base, tmp_path / "merged", "--save-dir", patch).status == 0
+    assert run("apply", base, patch, "--save-dir", tmp_path / "made").status == 0
+    into_made = ("merge", tmp_path / "made", adapter)
+    into_patch = ("convert", patch, "--saver", "hf", "--option", f"base={base}")
+    for words in (into_made, (*into_patch, "--adapter", adapter)):
+        again = run(*words, "--save-dir", tmp_path / "out")
+        assert_refused(again, 2, str(adapter), "has it merged into its weights already")
+
+
 def test_an_adapter_is_not_merged_twice_in_one_command(tmp_path: Path) -> None:
     """Under another name neither."""
     adapter = LINEAR / "adapter"
