@@ -61,6 +61,8 @@ def parse(place: str) -> Address:
         raise ValueError(
             f"{scheme}://...: a URI must not hold credentials or a signature; {_CHAINS[kind]}"
         )
+    if not _is_text(prefix):
+        raise ValueError(f"{place}: is not UTF-8, as names of objects are; check the locale (LANG)")
     bucket = user if is_account else host
     if not _BUCKET.fullmatch(bucket):
         raise ValueError(
@@ -68,6 +70,21 @@ def parse(place: str) -> Address:
         )
     root = f"{scheme}://{authority if is_account else bucket}"
     return Address(kind, bucket, prefix, is_payer, host if is_account else "", root)
+
+
+def _is_text(name: str) -> bool:
+    """False for a name with bytes that are no UTF-8, or that a locale hides."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def place_of(address: Address, account: str) -> tuple[str, ...]:
+    """The place that an address names, part by part. It is the same for all spellings of one place.
+
+    account: the name of the environment's account of Azure.
+    """
+    of_azure = address.account.partition(".")[0] or account
+    parts = address.prefix.split("/") if address.prefix else []
+    return (address.kind, of_azure if address.kind == AZURE else "", address.bucket, *parts)
 
 
 def is_plain(part: str) -> bool:

@@ -339,9 +339,7 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
     try:
         if words and (not account or account.partition(".")[0] == _account_of(words)):
             return True, ContainerClient.from_connection_string(words, container, **settings)
-        name = environment.get("AZURE_STORAGE_ACCOUNT") or environment.get(
-            "AZURE_STORAGE_ACCOUNT_NAME"
-        )
+        name = _named_account()
         if not account and not name:
             raise CheckpointError(
                 f"az://{container}: no account is named; set AZURE_STORAGE_ACCOUNT, or write abfs://{container}@ACCOUNT.dfs.core.windows.net/...",
@@ -353,6 +351,17 @@ def _client(container: str, account: str) -> tuple[bool, Any]:
         return credential is not None, made
     except ValueError as error:
         raise _unusable(error) from None
+
+
+def account_of_environment() -> str:
+    """The name of the account that a URI without one means; empty if the environment names none."""
+    words = os.environ.get("AZURE_STORAGE_CONNECTION_STRING")
+    return _account_of(words) if words else _named_account()
+
+
+def _named_account() -> str:
+    names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
 
 
 def _account_of(words: str) -> str:

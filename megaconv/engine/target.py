@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from formats.partial_files import displayed
-from formats.stores.addresses import is_store
+from formats.stores.addresses import is_store, place_of
 from megaconv import registry
 from megaconv.errors import CheckpointError, TargetExists, UsageError
 from megaconv.local_paths import UNEXPANDED, is_unexpanded, local_path
-from megaconv.store_inputs import stand_in
+from megaconv.store_inputs import parsed, stand_in
 
 
 def refuse_place(target: str | Path) -> None:
@@ -71,15 +71,26 @@ def refuse_loss(
 
 
 def _refuse_own_source(target: str, sources: Iterable[Path | str | None]) -> None:
-    """Raises UsageError if an output in a store is, holds or lies in an input. target: without a final slash."""
+    """Raises UsageError if an output in a store is, holds or lies in an input, however their URIs are spelled."""
+    output = _place(target)
     for path in sources:
-        place = displayed(str(path)).rstrip("/") if path is not None else ""
-        if f"{place}/".startswith(f"{target}/"):
+        shown = displayed(str(path)).rstrip("/") if path is not None else ""
+        if not is_store(shown):
+            continue
+        place = _place(shown)
+        if place[: len(output)] == output:
             raise UsageError(
-                f"{target}: is or holds the source {place}, which it would replace; choose another place"
+                f"{target}: is or holds the source {shown}, which it would replace; choose another place"
             )
-        if place and f"{target}/".startswith(f"{place}/"):
-            raise UsageError(f"{target}: lies in the source {place}; choose a place outside of it")
+        if output[: len(place)] == place:
+            raise UsageError(f"{target}: lies in the source {shown}; choose a place outside of it")
+
+
+def _place(uri: str) -> tuple[str, ...]:
+    """The place that a URI names."""
+    from formats.stores.az import account_of_environment
+
+    return place_of(parsed(uri), account_of_environment())
 
 
 def _require_checkpoint(target: str, record: str) -> None:

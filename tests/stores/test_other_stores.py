@@ -331,6 +331,15 @@ def test_a_connection_string_serves_an_account_that_the_uri_names(azure: SmallAz
     assert fingerprint(uri) == fingerprint(LLAMA)
 
 
+def test_an_input_in_azure_is_not_replaced_under_another_spelling(azure: SmallAzure) -> None:
+    upload(azure, LLAMA)
+    before = azure.below("model/")
+    target = f"abfs://{BUCKET}@{ACCOUNT}.dfs.core.windows.net/model"
+    words = ("--saver", "core", "--overwrite", "--yes-replace-objects")
+    assert_refused(run("convert", f"az://{BUCKET}/model", target, *words), 2, "would replace")
+    assert azure.below("model/") == before
+
+
 def test_a_connection_string_of_another_account_is_not_used(
     azure: SmallAzure, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -244,6 +244,7 @@ def test_the_credentials_are_shown_nowhere(
         ("s3:///run", "is no bucket's name"),
         ("s3://name:password@models/run", "must not hold credentials"),
         (f"s3://{BUCKET}/run?X-Amz-Signature=0", "must not hold credentials"),
+        (f"s3://{BUCKET}/caf\udce9", "is not UTF-8"),
     ],
 )
 def test_a_uri_at_which_nothing_can_be_is_refused(store: Proxy, uri: str, words: str) -> None:

@@ -484,3 +484,16 @@ def test_an_output_does_not_replace_a_further_input(writable: SmallStore, option
     refused = run(*words, option, OUT, *experts)
     assert_refused(refused, 2, f"{OUT}: is or holds the source {OUT}, which it would replace")
     assert writable.below("out/") == before
+
+
+@pytest.mark.parametrize("spelled", [f"s3://requester-pays@{BUCKET}/out", f"S3://{BUCKET}/out/"])
+def test_an_input_is_not_replaced_under_another_spelling(
+    writable: SmallStore, spelled: str
+) -> None:
+    assert run("convert", LLAMA, OUT, "--saver", "hf").status == 0
+    before = writable.below("out/")
+    words = ("--saver", "core", "--overwrite", "--yes-replace-objects")
+    refused = run("convert", OUT, spelled, *words)
+    assert_refused(refused, 2, f"is or holds the source {OUT}, which it would replace")
+    assert writable.below("out/") == before
+    assert run("convert", OUT, f"s3://{BUCKET}/out2", "--saver", "hf").status == 0
