@@ -125,6 +125,7 @@ def displayed(text: str) -> str:
 def local(text: str) -> str:
     """The path of the stand-in that `displayed` shows as this URI; any other text unchanged."""
     for root, uri in _roots.items():
-        if text == uri or text.startswith(f"{uri}/"):
+        # Several inputs in one bucket have a directory each.
+        if text.startswith(f"{uri}/") and root + text[len(uri) :] in _files:
             return root + text[len(uri) :]
     return text

@@ -12,6 +12,7 @@ from formats.stores import windows
 from megaconv.best_iteration import with_best
 from megaconv.engine.conversion import fingerprint
 from megaconv.options import LoadOptions
+from megaconv.store_inputs import stand_in
 from tests.conftest import FIXTURES
 from tests.models import write_llama
 from tests.runs import assert_refused, run
@@ -209,6 +210,14 @@ def test_a_nemo_archive_reads_in_place(store: Proxy, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "model.nemo", "w") as archive:
         archive.add(parts, arcname=".")
     same_from_the_store(store, tmp_path / "model.nemo", LoadOptions(config=LLAMA))
+
+
+def test_uris_of_two_inputs_in_one_bucket_lead_to_their_own_stand_ins(store: Proxy) -> None:
+    """A journal names objects by URI, and a run that resumes finds their files again."""
+    for uri in (put(store, LLAMA, "one"), put(store, LLAMA, "two")):
+        weights = str(stand_in(uri) / "model.safetensors")
+        assert partial_files.displayed(weights) == f"{uri}/model.safetensors"
+        assert partial_files.local(f"{uri}/model.safetensors") == weights
 
 
 def test_a_copied_file_of_a_stand_in_has_no_holes(store: Proxy) -> None:
