@@ -46,7 +46,7 @@ from megaconv.store_inputs import is_store, stand_in
 
 _log = logging.getLogger("megaconv")
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPOSITORY = re.compile(r"(?!.*(--|\.\.|\.git$))\w([\w.-]*\w)?/\w([\w.-]{,94}\w)?", re.ASCII)
 _ADAPTER = "adapter_config.json"
 _RUN = frozenset(("optimizer.safetensors", "trainer_state.json"))
 """Files beside an adapter with which the trainer continues its run."""
@@ -94,7 +94,9 @@ def _warn(planned: Report) -> None:
 def require_repository(name: str) -> None:
     """Raises UsageError if the name isn't a repository's."""
     if not _REPOSITORY.fullmatch(name):
-        raise UsageError(f"{name}: is not the name of a repository; expected organisation/name")
+        raise UsageError(
+            f"{name}: is not the name of a repository; expected organisation/name, of letters, digits, `-`, `_` and `.`"
+        )
 
 
 def require_token(repository: str) -> None:

@@ -74,10 +74,16 @@ def public_key(path: Path) -> PublicKey:
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
+    content = _read(path)
     try:
-        key = serialization.load_pem_public_key(_read(path))
+        key = serialization.load_pem_public_key(content)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise _unusable(path, "is not a public key in PEM (-----BEGIN PUBLIC KEY-----)") from error
+        what = "is not a public key in PEM (-----BEGIN PUBLIC KEY-----)"
+        if b"PRIVATE KEY-----" in content:
+            what = (
+                "is a private key, which `seal --key` takes; give the public key that belongs to it"
+            )
+        raise _unusable(path, what) from error
     return PublicKey(path, _of_known_curve(path, key))
 
 

@@ -288,7 +288,10 @@ def test_a_dry_run_of_push_lists_the_files_without_a_request(model: Path) -> Non
     assert json.loads(outcome.out)["files"].keys() == contents(model).keys() | {"README.md"}
 
 
-@pytest.mark.parametrize("name", ["org", "org/", "a/b/c", "-x/y", "org/na me"])
+@pytest.mark.parametrize(
+    "name",
+    ["org", "org/", "a/b/c", "-x/y", "org/na me", "org/né", "o/a--b", "o/a.git", f"o/{'x' * 97}"],
+)
 def test_an_invalid_repository_name_is_refused(model: Path, name: str) -> None:
     assert_refused(run("push", model, "--dry-run", "--", name), 2, "organisation/name")
 

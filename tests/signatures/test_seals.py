@@ -157,6 +157,8 @@ def test_a_public_key_in_place_of_the_private_one_is_not_called_a_wrong_password
     outcome = run("seal", model, "--key", keys.public)
     assert_refused(outcome, 2, "is not a private key in PEM", "-----BEGIN EC PRIVATE KEY-----")
     assert "password" not in outcome.err
+    outcome = run("verify", model, "--public-key", keys.private)
+    assert_refused(outcome, 2, "is a private key", "give the public key")
 
 
 @pytest.mark.parametrize(
