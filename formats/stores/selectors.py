@@ -3,6 +3,7 @@
 model.safetensors.index.json, .metadata, metadata.json      name the files with tensors
 megaconv.json
 config.json, latest_checkpointed_iteration.txt              the last one makes the checkpoint complete
+latest_train_state.pt, latest, latest_universal             the same in runs of Megatron-Bridge and DeepSpeed
 delta.json, sparse.json                                     the same for a patch and for a sparse update
 """
 
@@ -15,6 +16,8 @@ _DOORS = (
     "adapter_config.json",
     "latest",
     "latest_checkpointed_iteration.txt",
+    "latest_train_state.pt",
+    "latest_universal",
     "delta.json",
     "sparse.json",
 )

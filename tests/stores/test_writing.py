@@ -123,6 +123,15 @@ def test_nothing_is_visible_before_everything_is_sent_and_selectors_come_last(
     ]
 
 
+def test_the_tag_of_a_universal_checkpoint_comes_last(writable: SmallStore) -> None:
+    """DeepSpeed reads the directory that it names, and skips states whose files are missing."""
+    source = FIXTURES / "core-llama-optim-tp2pp2/checkpoint"
+    assert run("convert", source, OUT, "--saver", "deepspeed", "--optimizer").status == 0
+    order = [each.key for each in writable.of("put") if ".megaconv-" not in each.key]
+    assert len(order) > 20
+    assert order[-3:] == ["out/megaconv.json", "out/config.json", "out/latest_universal"]
+
+
 def test_sizes_and_checksums_are_compared(writable: SmallStore) -> None:
     """A body that a proxy changes is refused by the store, since its CRC-32 is sent with it."""
     assert run("convert", LLAMA, OUT, "--saver", "core").status == 0
