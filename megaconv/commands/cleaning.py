@@ -6,6 +6,7 @@ from typing import Any
 from formats.stores import leftovers
 from formats.stores.addresses import is_store
 from formats.stores.claim import Claim
+from formats.stores.leftovers import Leftovers
 from megaconv._version import __version__
 from megaconv.errors import UsageError
 from megaconv.store_inputs import parsed, writable_store
@@ -24,6 +25,8 @@ class Cleaned:
     """Keys of uncompleted uploads. The store bills their parts."""
     objects: tuple[str, ...]
     """Keys of objects of an output that isn't complete, of the journal and of the claim."""
+    kept: tuple[str, ...]
+    """Keys of other objects there, if the run has begun to replace an output: without its indexes, this is no checkpoint."""
     removed: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -33,6 +36,7 @@ class Cleaned:
             "lives": self.lives,
             "uploads": list(self.uploads),
             "objects": list(self.objects),
+            "kept": list(self.kept),
             "removed": self.removed,
         }
 
@@ -58,6 +62,7 @@ def clean(place: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
         found.lives,
         tuple(upload.key for upload in found.uploads),
         (*found.fragments, *found.journal, *held),
+        _of_a_replaced_output(found),
         removed=yes and found.holder is not None,
     )
     if shown.removed and found.holder is not None:
@@ -66,3 +71,11 @@ def clean(place: str, *, yes: bool = False, take_over: bool = False) -> Cleaned:
         claim.remove()
     claim.stop()
     return shown
+
+
+def _of_a_replaced_output(found: Leftovers) -> tuple[str, ...]:
+    """Keys of what a killed run has left of the output that it replaces. Its indexes are gone."""
+    if not found.is_torn:
+        return ()
+    fragments = set(found.fragments)
+    return tuple(each.key for each in found.objects.values() if each.key not in fragments)

@@ -426,6 +426,29 @@ def test_clean_lists_and_removes_what_a_run_has_left(writable: SmallStore) -> No
     assert not writable.uploads
 
 
+def test_clean_names_what_is_left_of_an_output_that_a_run_was_replacing(
+    writable: SmallStore,
+) -> None:
+    assert run("convert", LLAMA, OUT, "--saver", "hf", "--max-shard-size", "20KB").status == 0
+    writable.restart()
+
+    def fail(asked: Asked) -> Fault | None:
+        is_late = asked.key == "out/config.json" and asked.action == "put"
+        is_tidy = asked.action == "delete" and "config.json" not in asked.key
+        return Fault("status", 403, "AccessDenied") if is_late or is_tidy else None
+
+    writable.hook = fail
+    words = ("--saver", "hf", "--overwrite", "--yes-replace-objects")
+    assert run("convert", LLAMA, OUT, *words).status == 1
+    writable.restart()
+    cleaned = run("clean", OUT, "--yes")
+    assert cleaned.status == 0, cleaned.err
+    left = writable.all_keys()
+    assert left
+    assert all(f"stays    {key}\n" in cleaned.out for key in left)
+    assert f"of which {len(left)} objects are left; remove them yourself" in cleaned.out
+
+
 def test_uploads_of_other_programs_stay(writable: SmallStore) -> None:
     import boto3
 

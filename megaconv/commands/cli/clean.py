@@ -42,3 +42,10 @@ def clean(
     show(
         f"{uri}: {found.run} {state}; {len(found.uploads)} uploads and {len(found.objects)} objects; {end}"
     )
+    for key in found.kept:
+        show(f"stays    {key}")
+    if found.kept:
+        remedy = "remove them yourself" if found.removed else "its command completes the new one"
+        show(
+            f"{uri}: the run was replacing an output, of which {len(found.kept)} objects are left; {remedy}"
+        )
