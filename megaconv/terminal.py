@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import TextIO
 
 from formats.partial_files import displayed
@@ -37,17 +38,38 @@ def _printable(character: str) -> str:
 
 
 def show(text: object, file: TextIO | None = None) -> None:
-    """Print one line. file: sys.stdout by default."""
+    """Print one line. file: sys.stdout by default. An OSError names the stream."""
     file = file or sys.stdout
-    print(one_line(text, file.encoding), file=file)
+    put(one_line(text, file.encoding), file)
+
+
+def put(text: str, file: TextIO) -> None:
+    """Print text as it is. An OSError names the stream."""
+    try:
+        print(text, file=file)
+    except OSError as error:
+        error.filename = str(file.name).strip("<>")
+        raise
 
 
 def in_words(error: OSError) -> str:
     """An error of the system as a message: `DIR/file: Read-only file system`."""
     if error.filename is None:
-        return str(error)
+        nowhere = "the working directory was removed; change to another one"
+        return nowhere if _is_nowhere(error) else str(error)
     place = error.filename.decode() if isinstance(error.filename, bytes) else error.filename
     return f"{place}: {error.strerror}"
+
+
+def _is_nowhere(error: OSError) -> bool:
+    """True for the error of a process whose working directory was removed."""
+    if not isinstance(error, FileNotFoundError):
+        return False
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def reason_of(error: OSError | UnicodeDecodeError) -> str:

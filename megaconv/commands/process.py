@@ -57,7 +57,7 @@ def _flush(status: Any) -> Any:
         sys.stdout.flush()
     except OSError as error:
         if not status and not isinstance(error, BrokenPipeError):
-            say(f"megaconv: error: {error}")
+            say(f"megaconv: error: stdout: {error.strerror}")
         _drop(sys.stdout)
         return status or 1
     return status

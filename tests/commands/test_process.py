@@ -212,7 +212,21 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(model: Path, read
 
 def test_results_that_do_not_arrive_are_an_error(model: Path) -> None:
     outcome = in_shell(["inspect", model, "--json"], "> /dev/full")
-    assert outcome == Outcome(1, "", "megaconv: error: [Errno 28] No space left on device\n")
+    message = "megaconv: error: stdout: No space left on device\n"
+    assert outcome == Outcome(1, "", message)
+    assert in_shell(["inspect", model], "> /dev/full") == outcome
+
+
+def test_a_working_directory_that_was_removed_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    line = 'cd "$1" && rmdir "$1" && exec "$0" -c "$2" inspect model'
+    command = ["bash", "-c", line, sys.executable, str(tmp_path / "gone"), MAIN]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    message = "the working directory was removed; change to another one"
+    assert (done.returncode, done.stderr) == (1, f"megaconv: error: {message}\n")
 
 
 # Descriptors.

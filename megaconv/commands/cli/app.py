@@ -1,5 +1,6 @@
 """The application that every command adds itself to, and code that several commands share."""
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -7,6 +8,7 @@ from typer.core import TyperCommand
 
 from megaconv.json_text import json_text
 from megaconv.options.option import HEADINGS
+from megaconv.terminal import put
 
 app = typer.Typer(
     name="megaconv",
@@ -51,4 +53,4 @@ def _root(
 
 
 def print_json(document: Any) -> None:
-    print(json_text(document, indent=1))
+    put(json_text(document, indent=1), sys.stdout)
