@@ -134,7 +134,7 @@ def prepare(
     altered = streamed.altered | opened.header.read_otherwise
     check = _checked(found, opened, header, altered, options)
     if check.unlike and not options.averaged:  # averaged() has compared each model
-        require_own_base(found, opened, workers_of(options))
+        require_own_base(found, first_of(opened), workers_of(options))
     plan = saver.plan(header, save)
     notices = _notices(opened, reason, found, options)
     plan = replace(plan, notices=(*notices, *plan.notices))

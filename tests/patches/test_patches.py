@@ -291,6 +291,8 @@ def test_a_patch_is_not_read_on_another_base_than_its_own(old: Path, tmp_path: P
         ("--saver", "hf", "--dtype", "fp32"),
         ("--saver", "gguf", "--option", "tokenizer=none", "--option", "gguf_type=q8_0"),
         ("--saver", "hf", "--average", "OLD"),
+        ("--saver", "hf", "--layers", "0,3"),
+        ("--saver", "hf", "--vocab-size", "100"),
     ],
     ids=lambda words: words[-2],
 )
