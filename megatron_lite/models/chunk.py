@@ -21,6 +21,7 @@ from megatron_lite.models.mtp import Predictions
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.offload import Offload
 from megatron_lite.models.passes import Ahead, Pass
+from megatron_lite.models.pooling import embeddings
 from megatron_lite.models.score_head import ScoreHead
 from megatron_lite.models.teaching import Teaching
 from megatron_lite.parallel.payload import Payload
@@ -206,6 +207,10 @@ class ModelChunk(Network):
         assert isinstance(self.output_layer, ScoreHead)
         found: Tensor = self.output_layer(given[0], run.label_weights(), run.context)
         return found
+
+    def embeddings(self, given: Payload, run: Pass) -> Tensor:
+        """Return float32 [batch, hidden]: the embedding of each row, of the tokens whose weight in the pass is 1."""
+        return embeddings(given[0], run.label_weights(), self.plan.ranks, run.context)
 
     def logits(self, given: Payload) -> Tensor:
         assert isinstance(self.output_layer, Head)

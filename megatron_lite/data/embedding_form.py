@@ -1,0 +1,141 @@
+"""How an embedding model makes a vector of a text: its prompts, its tokens and their pooling, in sentence-transformers' files.
+
+    modules.json                         the modules of the model: a Transformer, a Pooling, a Normalize
+    1_Pooling/config.json                which tokens' hidden states are pooled
+    config_sentence_transformers.json    prompts by name: the texts that precede a query and a document
+
+A model without these files is pooled at its last token, and has no prompts. Source: sentence-transformers 5.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from formats.ceilings import SIDECAR_BYTES
+from formats.errors import CorruptCheckpoint
+from formats.regular_files import read_json
+from megaconv.errors import NotExpressible, UsageError
+from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megatron_lite.settings.embedding import LAST, MEAN
+
+QUERY, DOCUMENT = "query", "document"
+"""Names of prompts."""
+
+_MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"  # fmt: skip
+_LENGTH = "sentence_bert_config.json"
+_MODES = {LAST: "pooling_mode_lasttoken", MEAN: "pooling_mode_mean_tokens"}
+_KINDS = ("Transformer", "Pooling", "Normalize")
+"""The kinds of modules that are understood."""
+
+
+@dataclass(frozen=True)
+class EmbeddingForm:
+    """What precedes texts, and which of their tokens are pooled."""
+
+    pooling: str = LAST
+    """One of settings.embedding.POOLINGS."""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """By name, such as QUERY and DOCUMENT."""
+
+    def prompt(self, name: str) -> str:
+        """Return the text that precedes texts of a kind; without a prompt of this name, none."""
+        return self.prompts.get(name, "")
+
+
+def read_form(files: Mapping[str, Path]) -> EmbeddingForm:
+    """Read the form from the small files beside a model. files: by their paths below its directory.
+
+    Raises CorruptCheckpoint for files that are not sentence-transformers', NotExpressible for another module or pooling.
+    """
+    for module in _listed(files):
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind not in _KINDS:
+            raise NotExpressible(
+                f"{files[_MODULES]}: the model has a module {kind}, which isn't computed; supported are {', '.join(_KINDS)}"
+            )
+    return EmbeddingForm(_read_pooling(files), _read_prompts(files))
+
+
+def _listed(files: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """Return the modules of modules.json; [] without the file."""
+    if _MODULES not in files:
+        return []
+    found = read_json(files[_MODULES], SIDECAR_BYTES)
+    if not isinstance(found, list) or not all(isinstance(module, dict) for module in found):
+        raise CorruptCheckpoint(f"{files[_MODULES]}: should list modules, each an object")
+    return found
+
+
+def _read_pooling(files: Mapping[str, Path]) -> str:
+    """Return the pooling of 1_Pooling/config.json; LAST without the file."""
+    raw = _read_object(files, _POOLING)
+    if not raw:
+        return LAST
+    mode = raw.get("pooling_mode")
+    modes = [name for name, key in _MODES.items() if raw.get(key) or mode in (key, key[13:])]
+    others = [key for key in raw if key.startswith("pooling_mode_") and raw[key] and key not in _MODES.values()]  # fmt: skip
+    if len(modes) != 1 or others:
+        raise NotExpressible(
+            f"{files[_POOLING]}: expected {' or '.join(_MODES.values())} alone, found {raw!r:.200}"
+        )
+    if modes == [MEAN] and raw.get("include_prompt") is False:
+        raise NotExpressible(
+            f"{files[_POOLING]}: include_prompt is false, but tokens of prompts are always part of the mean here"
+        )
+    return modes[0]
+
+
+def _read_prompts(files: Mapping[str, Path]) -> dict[str, str]:
+    """Return the prompts of config_sentence_transformers.json; {} without the file."""
+    found = _read_object(files, _PROMPTS).get("prompts") or {}
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise CorruptCheckpoint(
+            f"{files[_PROMPTS]}: prompts should be texts by name, found {found!r:.100}"
+        )
+    return found
+
+
+def _read_object(files: Mapping[str, Path], name: str) -> dict[str, Any]:
+    """Return a file's object; {} without the file. Raises CorruptCheckpoint."""
+    if name not in files:
+        return {}
+    found = read_json(files[name], SIDECAR_BYTES)
+    if not isinstance(found, dict):
+        raise CorruptCheckpoint(f"{files[name]}: is not a JSON object")
+    return found
+
+
+def form_files(form: EmbeddingForm, hidden: int, length: int) -> dict[str, bytes]:
+    """Return sentence-transformers' files of a model, by name. hidden: the width of an embedding. length: tokens of a text."""
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(zip(_KINDS, ("", "1_Pooling", "2_Normalize"), strict=True))
+    ]  # fmt: skip
+    modes = {key: name == form.pooling for name, key in _MODES.items()}
+    pooling = {"word_embedding_dimension": hidden, **modes, "include_prompt": True}
+    prompts = {"prompts": dict(form.prompts), "similarity_fn_name": "cosine"}
+    written = {
+        _MODULES: modules,
+        _POOLING: pooling,
+        _PROMPTS: prompts,
+        _LENGTH: {"max_seq_length": length, "do_lower_case": False},
+    }
+    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in written.items()}
+
+
+def text_tokens(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
+    """Return the first tokens of a text, at most `length`, with those that the tokenizer adds around texts.
+
+    Raises UsageError for a text without a token, ValueError or TypeError if the tokenizer refuses the text.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        found: list[int] = tokenizer.inner(
+            text, truncation=True, max_length=length, verbose=False
+        ).input_ids
+    else:
+        found = [*tokenizer.begin, *tokenizer.tokenize(text)][:length]
+    if not found:
+        raise UsageError("a text without a token has no embedding")
+    return found
