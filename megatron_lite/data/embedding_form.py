@@ -26,6 +26,9 @@ QUERY, DOCUMENT = "query", "document"
 _MODULES, _POOLING, _PROMPTS = "modules.json", "1_Pooling/config.json", "config_sentence_transformers.json"  # fmt: skip
 _LENGTH = "sentence_bert_config.json"
 _MODES = {LAST: "pooling_mode_lasttoken", MEAN: "pooling_mode_mean_tokens"}
+"""The keys of sentence-transformers up to 5."""
+_WORDS = {LAST: "lasttoken", MEAN: "mean"}
+"""The values of `pooling_mode`, since sentence-transformers 6."""
 _KINDS = ("Transformer", "Pooling", "Normalize")
 """The kinds of modules that are understood."""
 
@@ -73,12 +76,15 @@ def _read_pooling(files: Mapping[str, Path]) -> str:
     raw = _read_object(files, _POOLING)
     if not raw:
         return LAST
-    mode = raw.get("pooling_mode")
-    modes = [name for name, key in _MODES.items() if raw.get(key) or mode in (key, key[13:])]
-    others = [key for key in raw if key.startswith("pooling_mode_") and raw[key] and key not in _MODES.values()]  # fmt: skip
+    word = raw.get("pooling_mode")
+    modes = [name for name, key in _MODES.items() if raw.get(key) or word == _WORDS[name]]
+    known = ("pooling_mode", *_MODES.values())
+    others = [
+        key for key in raw if key.startswith("pooling_mode") and raw[key] and key not in known
+    ]
     if len(modes) != 1 or others:
         raise NotExpressible(
-            f"{files[_POOLING]}: expected {' or '.join(_MODES.values())} alone, found {raw!r:.200}"
+            f"{files[_POOLING]}: supported is the pooling of the last token (lasttoken) or of all tokens (mean), found {raw!r:.200}"
         )
     if modes == [MEAN] and raw.get("include_prompt") is False:
         raise NotExpressible(
