@@ -75,7 +75,8 @@ class Engine(RankComputation):
         self._context = context_group(grid, options)
         ahead = config.mtp_layers if criterion.trains_mtp else 0
         self._passes = Passes(config, grid.device, self.dtype, self._context, ahead)
-        built = build_chunks(config, grid, options, trains_mtp=criterion.trains_mtp)
+        trains_mtp, trains_head = criterion.trains_mtp, criterion.trains_head
+        built = build_chunks(config, grid, options, trains_mtp=trains_mtp, trains_head=trains_head)
         self.chunks = built.chunks
         self.infos = built.infos
         self.adapters = built.adapters

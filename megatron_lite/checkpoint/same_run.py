@@ -27,6 +27,7 @@ def stated_objective(settings: Settings) -> dict[str, Any]:
         "dpo": settings.dpo.dpo,
         "kto": settings.kto.kto,
         "reward_modeling": settings.rewards.reward_modeling,
+        "embedding": settings.embeddings.embedding,
         "grpo": settings.grpo.grpo,
         "teacher_load": settings.distilling.teacher_load,
         "distill_on_policy": settings.distilling.distill_on_policy,

@@ -131,17 +131,27 @@ def form_files(form: EmbeddingForm, hidden: int, length: int) -> dict[str, bytes
     return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in written.items()}
 
 
-def text_tokens(tokenizer: Tokenizer, text: str, length: int) -> list[int]:
-    """Return the first tokens of a text, at most `length`, with those that the tokenizer adds around texts.
+def text_tokens(tokenizer: Tokenizer, text: str, length: int | None = None) -> list[int]:
+    """Return the tokens of a text, with those that the tokenizer adds around texts. length: the most tokens; None: all.
 
     Raises UsageError for a text without a token, ValueError or TypeError if the tokenizer refuses the text.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        found: list[int] = tokenizer.inner(
-            text, truncation=True, max_length=length, verbose=False
-        ).input_ids
+        shortens = {} if length is None else {"truncation": True, "max_length": length}
+        found: list[int] = tokenizer.inner(text, verbose=False, **shortens).input_ids
     else:
         found = [*tokenizer.begin, *tokenizer.tokenize(text)][:length]
     if not found:
         raise UsageError("a text without a token has no embedding")
     return found
+
+
+def end_tokens(tokenizer: Tokenizer) -> int:
+    """Return the number of special tokens that the tokenizer adds behind a text."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return 0
+    whole, text = text_tokens(tokenizer, "a"), tokenizer.tokenize("a")
+    before = next(
+        (place for place in range(len(whole)) if whole[place : place + len(text)] == text), 0
+    )
+    return len(whole) - before - len(text)

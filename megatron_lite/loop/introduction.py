@@ -42,6 +42,8 @@ def introduce(
         _point_out(run, start)
     if run.config.mtp_layers and not run.engine.criterion.trains_mtp:
         _introduce_resting(run, start)
+    if not run.engine.criterion.trains_head and not run.config.tie_embeddings:
+        run.say("the head for words keeps its values, without gradients and optimizer state")
     if adapters is not None:
         _introduce_adapters(run, adapters)
         _introduce_rows(run, adapters.options, tokenizer)

@@ -92,6 +92,7 @@ def _too_large(
         ("--dpo", settings.dpo.dpo),
         ("--kto", settings.kto.kto),
         ("--reward-modeling", settings.rewards.reward_modeling),
+        ("--embedding", settings.embeddings.embedding),
         ("--distill-on-policy", settings.distilling.distill_on_policy),
         ("--lora-dora", settings.lora.lora_dora),
     )

@@ -66,6 +66,8 @@ from megatron_lite.settings.sizes import work_out
 class Basis:
     """The things from which a run follows, besides its flags."""
 
+    settings: Settings
+    """With those that follow from the checkpoint."""
     objective: Objective
     start: Start | None
     adapters: AdapterStart | None
@@ -97,7 +99,7 @@ def prepare(settings: Settings, place: Place, *, finetune: bool) -> Run:
     check_flags(settings)
     check_objective_flags(settings)
     basis = _basis(settings, place, finetune=finetune)
-    setup, options, data = _setup(basis, settings, place, finetune=finetune)
+    setup, options, data = _setup(basis, place, finetune=finetune)
     settings, sizes = setup.settings, setup.sizes
     check_length(settings, sizes)
     check_savable(settings, setup.config, sizes.layout)
@@ -159,6 +161,7 @@ def _basis(settings: Settings, place: Place, *, finetune: bool) -> Basis:
     kind = model_type(settings, found)
     check_kind(settings, kind)
     objective = objective_of(settings, kind)
+    settings = all_or_none(lambda: objective.settled(settings, start, place.say))
     start = objective.prepared(start, settings, place.say, finetune=finetune)
     extra_ids = objective.extra_ids(settings)
     tokenizer = all_or_none(lambda: make_tokenizer(settings, start, extra_ids))
@@ -168,15 +171,15 @@ def _basis(settings: Settings, place: Place, *, finetune: bool) -> Basis:
     base = {} if start is None else start.weights
     adapters = once_a_node(lambda: find_adapters(settings, config, base), place.node)
     teacher = once_a_node(lambda: find_teacher(settings, config, start, tokenizer), place.node)
-    return Basis(objective, start, adapters, tokenizer, config, dropouts, data, teacher)
+    return Basis(settings, objective, start, adapters, tokenizer, config, dropouts, data, teacher)
 
 
 def _setup(
-    basis: Basis, settings: Settings, place: Place, *, finetune: bool
+    basis: Basis, place: Place, *, finetune: bool
 ) -> tuple[Setup, ModelOptions, TrainingData]:
     """Choose the settings that no flag sets, and compute all sizes."""
     say = place.say
-    settings = _with_precision(settings, basis.former_dtype, place)
+    settings = _with_precision(basis.settings, basis.former_dtype, place)
     settings = with_defaults(
         settings,
         basis.config,
@@ -323,6 +326,7 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
     files = None if start is None else start.files
     inside = {} if start is None else start.header.made
     beside = sidecars(settings.data, setup.tokenizer, setup.config, basis.dropouts, files, inside)
+    beside |= basis.objective.files(setup)
     kind = "adapter" if settings.lora.wanted else saving.ckpt_format
     is_stored = is_store(saving.save)
     # Files of a store are written to the local disk first.

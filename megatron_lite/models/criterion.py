@@ -24,6 +24,8 @@ class Criterion:
 
     trains_mtp: ClassVar[bool] = True
     """False if the loss doesn't depend on MTP layers: then they keep their values and are not computed."""
+    trains_head: ClassVar[bool] = True
+    """False if the loss doesn't depend on a head for words: then one that isn't tied keeps its values."""
 
     def check(self, config: ModelConfig) -> None:
         """Raise NotExpressible for a model that can't be trained with this loss."""

@@ -125,7 +125,9 @@ class RetrievalLoss(Criterion):
 def compared(outputs: Sequence[Outputs], replicas: Group, divisor: float) -> list[Extras]:
     """Return the losses of all queries and their gradients, by microbatch. Collective over `replicas`.
 
-    outputs: of this rank's microbatches, embeddings (queries, contexts) without gradients.
+    outputs: of this rank's microbatches, embeddings (queries, contexts) without gradients. They may have a third tensor, int64
+    [contexts, 2]: the number of a context's text and of the query that it answers. Then a query is compared neither with the
+    text of its own context again, nor with other contexts that answer it, nor with those whose number is negative.
     divisor: of all scores. The gradients are those of the sum over the queries of all ranks.
     """
     queries = _Gathered([each[0] for each in outputs], replicas)
@@ -139,6 +141,9 @@ def compared(outputs: Sequence[Outputs], replicas: Group, divisor: float) -> lis
     with torch.enable_grad():
         q, c = queries.rows.requires_grad_(), contexts.rows.requires_grad_()
         scores = q @ c.t() / divisor
+        if len(outputs[0]) > 2:
+            numbers = _Gathered([each[2] for each in outputs], replicas)
+            scores = scores.masked_fill(_left_out(numbers.rows, own_context), -torch.inf)
         losses = F.cross_entropy(scores, own_context, reduction="none")
         q_gradients, c_gradients = torch.autograd.grad(losses.sum(), (q, c))
     found = (
@@ -149,6 +154,16 @@ def compared(outputs: Sequence[Outputs], replicas: Group, divisor: float) -> lis
     )
     names = QUERY_GRADIENTS, CONTEXT_GRADIENTS, LOSSES, POSITIONS
     return [dict(zip(names, each, strict=True)) for each in zip(*found, strict=True)]
+
+
+def _left_out(numbers: Tensor, own: Tensor) -> Tensor:
+    """Return bool [queries, contexts]: the contexts with which a query isn't compared. See compared.
+
+    numbers: int64 [contexts, 2]. own: int64 [queries], each query's own context.
+    """
+    alike = (numbers[own].unsqueeze(1) == numbers.unsqueeze(0)).any(2)
+    alike.scatter_(1, own.unsqueeze(1), False)
+    return alike | (numbers[:, 0] < 0)
 
 
 def _positions(scores: Tensor, own: Tensor) -> Tensor:

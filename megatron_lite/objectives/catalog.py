@@ -6,6 +6,7 @@ from megaconv import plugins
 from megaconv.errors import PluginError, UsageError
 from megatron_lite.objectives.answers import Answers
 from megatron_lite.objectives.blocks import Blocks
+from megatron_lite.objectives.embedded_texts import EmbeddedTexts
 from megatron_lite.objectives.image_chats import ImageChats
 from megatron_lite.objectives.masked import MaskedSpans, MaskedWords
 from megatron_lite.objectives.objective import Objective
@@ -23,6 +24,7 @@ OBJECTIVES: tuple[type[Objective], ...] = (
     Pairs,
     RatedAnswers,
     ScoredPairs,
+    EmbeddedTexts,
     Completed,
     TaughtCompletions,
     Taught,

@@ -77,6 +77,10 @@ class Objective:
         """Return the model's configuration with the tokens of the tokenizer that the objective needs in it."""
         return config
 
+    def settled(self, settings: Settings, start: Start | None, say: Say) -> Settings:
+        """Return the settings with those that follow from the checkpoint. say: receives a line for each of them."""
+        return settings
+
     def read(self, settings: Settings, tokenizer: Tokenizer) -> TrainingData:
         """Read the data that is read at once; corpora are opened later. Raises UsageError, CorruptCheckpoint."""
         check_sources(settings.data)
@@ -135,6 +139,10 @@ class Objective:
             positions=batch["position_ids"] if data.reset_position_ids or packed else None,
             documents=_lengths(batch["documents"]) if data.reset_attention_mask or packed else None,
         )
+
+    def files(self, setup: Setup) -> dict[str, bytes]:
+        """Return further files that a checkpoint needs beside config.json and tokenizer, by name."""
+        return {}
 
     def shown(self, figures: Mapping[str, float]) -> str:
         """Return the part of a log line with the losses and figures after the main loss."""

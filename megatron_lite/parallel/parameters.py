@@ -90,6 +90,11 @@ def can_rest(name: str, kind: Kind) -> bool:
     return name.startswith(_MTP) and kind is not Kind.UNTRAINED
 
 
+def is_head(name: str) -> bool:
+    """Return whether a parameter is of the head. name: ParameterInfo.name."""
+    return name.startswith("output_layer.")
+
+
 def parameter_infos(
     declared: Mapping[str, Declaration],
     config: ModelConfig,

@@ -195,6 +195,7 @@ def _with_places(settings: Settings) -> Settings:
         settings.dpo.dpo
         or settings.kto.kto
         or settings.rewards.reward_modeling
+        or settings.embeddings.embedding
         or grpo.grpo
         or settings.distilling.distill_on_policy
     )

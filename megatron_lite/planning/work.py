@@ -79,6 +79,8 @@ def work_of(settings: Settings) -> Work:
         )
     if settings.rewards.reward_modeling:
         return Work(rows=2, rests_mtp=True)
+    if settings.embeddings.embedding:
+        return Work(rows=2 + settings.embeddings.embedding_negatives, rests_mtp=True)
     if settings.data.finetune_loss == "dft":
         return Work(rests_mtp=True, head_again=True, losses=DFT_LOSSES)
     return Work()

@@ -1,6 +1,6 @@
 """Builds a rank's chunks of a model on the meta device, with their adapters, and allocates parameters without gradients."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from megatron_lite.parallel.parameters import (
     ParameterInfo,
     adapter_info,
     can_rest,
+    is_head,
     parameter_infos,
     replace_parameter,
     rows_info,
@@ -43,11 +44,16 @@ class Built(NamedTuple):
 
 
 def build_chunks(
-    config: ModelConfig, grid: Grid, options: ModelOptions, *, trains_mtp: bool = True
+    config: ModelConfig,
+    grid: Grid,
+    options: ModelOptions,
+    *,
+    trains_mtp: bool = True,
+    trains_head: bool = True,
 ) -> Built:
     """Build the chunks on the meta device, with adapters if these are trained. Collective with adapters.
 
-    trains_mtp: False if MTP layers keep their values.
+    trains_mtp: False if MTP layers keep their values. trains_head: False if a head that isn't tied keeps its values.
     """
     tp, lora = grid.layout.tp, options.lora
     check_device(options.fp8, grid.device, tp)
@@ -68,19 +74,22 @@ def build_chunks(
             found_adapters |= bool(adapters)
             adapters += _attach_rows(module, infos, plan, lora)
         built.chunks.append(module)
-        built.infos.append(infos if trains_mtp else _with_resting_mtp(infos))
+        if not trains_mtp:
+            infos = _resting(infos, lambda info: can_rest(info.name, info.kind))
+        if not trains_head and not config.tie_embeddings:
+            infos = _resting(infos, lambda info: is_head(info.name))
+        built.infos.append(infos)
         built.adapters.append(adapters)
     if lora is not None:
         check_targets(config, lora.targets, found=_anywhere(found_adapters, grid))
     return built
 
 
-def _with_resting_mtp(infos: Iterable[ParameterInfo]) -> list[ParameterInfo]:
-    """Return the parameters, of which those of MTP layers keep their values without gradients and optimizer state."""
-    return [
-        replace(info, rests=True, frozen=True) if can_rest(info.name, info.kind) else info
-        for info in infos
-    ]
+def _resting(
+    infos: Iterable[ParameterInfo], rests: Callable[[ParameterInfo], bool]
+) -> list[ParameterInfo]:
+    """Return the parameters, of which some keep their values without gradients and optimizer state."""
+    return [replace(info, rests=True, frozen=True) if rests(info) else info for info in infos]
 
 
 def _anywhere(found: bool, grid: Grid) -> bool:

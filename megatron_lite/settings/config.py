@@ -11,6 +11,7 @@ from typing import Any
 from formats.stores.addresses import is_store
 from megaconv.local_paths import local_word
 from megatron_lite.settings.distilling import Distilling
+from megatron_lite.settings.embedding import Embedding
 from megatron_lite.settings.flag import flag
 from megatron_lite.settings.grpo import Grpo
 from megatron_lite.settings.learning import (
@@ -209,6 +210,7 @@ class Settings:
     dpo: Dpo = Dpo()
     kto: Kto = Kto()
     rewards: Rewards = Rewards()
+    embeddings: Embedding = Embedding()
     grpo: Grpo = Grpo()
     distilling: Distilling = Distilling()
     masked: Masked = Masked()

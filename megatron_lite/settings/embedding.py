@@ -29,8 +29,8 @@ class Embedding:
         0.05, "cosines of vectors are divided by it before they are compared", samples=True
     )
     embedding_negatives: int = flag(
-        7,
-        "the most documents of a query that don't answer it; further ones are left out",
+        0,
+        "hard negatives of a sample: documents that don't answer its query. Of more, each epoch takes the next ones",
         samples=True,
     )
     embedding_query_prompt: str | None = flag(

@@ -17,6 +17,7 @@ OF_ENCODERS: Mapping[str, str] = {
     "dpo": "it gives no answers that could be compared",
     "kto": "it gives no answers that could be compared",
     "reward_modeling": "it gives no answers that could be scored",
+    "embedding": "vectors of texts are learned by decoders so far",
     "grpo": "it completes no prompts",
     "teacher_load": "teachers are for decoders so far",
     "reset_position_ids": NO_WINDOWS, "reset_attention_mask": NO_WINDOWS, "eod_mask_loss": NO_WINDOWS,

@@ -22,6 +22,7 @@ def check_objective_flags(settings: Settings) -> None:
         _pairs,
         _ratings,
         _rewards,
+        _embedding,
         _policy,
         _distillation,
         _task,
@@ -126,6 +127,45 @@ def _ratings(settings: Settings) -> Judged:
         settings.data.finetune_form is not None,
         "--finetune-form names a form of examples; rated answers have their own, so leave it out",
     )
+
+
+def _embedding(settings: Settings) -> Judged:
+    """Checks of embedding models."""
+    asked, flag = settings.embeddings, "--embedding"
+    if not asked.embedding:
+        for name in vars(asked):
+            yield name in settings.given, f"{flag_name(name)} requires {flag}"
+        return
+    yield from _alone(flag, settings)
+    yield (
+        not settings.data.finetune_data,
+        f"{flag} learns from queries of --finetune-data, which is missing",
+    )
+    yield (
+        settings.checkpointing.load is None,
+        f"{flag} needs --load: a language model or an embedding model to start from",
+    )
+    yield (
+        settings.distilling.teacher_load is not None,
+        f"{flag} learns from queries, and --teacher-load from predictions of words; leave one of them out",
+    )
+    yield (
+        settings.parallel.context_parallel_size > 1,
+        f"{flag} compares whole texts, which --context-parallel-size would divide; leave it out",
+    )
+    yield (
+        not 0 < asked.embedding_temperature < float("inf"),
+        f"--embedding-temperature {asked.embedding_temperature:g} must be more than 0 and finite",
+    )
+    yield (
+        asked.embedding_negatives < 0,
+        f"--embedding-negatives {asked.embedding_negatives} must be 0 or more",
+    )
+    for name in ("finetune_form", "chat_template", "finetune_turns", "finetune_loss"):
+        yield (
+            name in settings.given,
+            f"{flag_name(name)} is for examples, and {flag} reads queries; leave it out",
+        )
 
 
 def _alone(flag: str, settings: Settings) -> Judged:
@@ -257,6 +297,7 @@ def _objectives(settings: Settings) -> list[tuple[str, bool]]:
         ("--dpo", settings.dpo.dpo),
         ("--kto", settings.kto.kto),
         ("--reward-modeling", settings.rewards.reward_modeling),
+        ("--embedding", settings.embeddings.embedding),
         ("--grpo", settings.grpo.grpo),
         ("--task", settings.tasks.task is not None),
     ]

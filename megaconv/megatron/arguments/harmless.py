@@ -283,6 +283,7 @@ _BY_REASON: Mapping[str, str] = {
     "flags of megatron_lite, which mean the same as Megatron's": """
         bert_no_binary_head center_rewards_coefficient compile disable_bias_linear dpo dpo_beta dpo_label_smoothing dpo_loss
         distill_alpha distill_beta distill_on_policy distill_temperature dpo_reference_cache early_stopping_patience epochs
+        embedding embedding_document_prompt embedding_negatives embedding_pooling embedding_query_prompt embedding_temperature
         teacher_image_encoder teacher_load
         beta delta epsilon epsilon_high grpo importance_sampling_level loss_type mask_truncated_completions max_completion_length
         num_generations num_iterations reward reward_modeling reward_weights sapo_temperature_neg sapo_temperature_pos
