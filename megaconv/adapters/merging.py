@@ -90,6 +90,8 @@ class MergedSource:
     """True to accept weights that become infinite."""
     tokenizer: Mapping[str, Path] = field(default_factory=dict)
     """Files of the tokenizer beside the adapter `resized_by`, which replace the base's."""
+    vectors: Mapping[str, Path] = field(default_factory=dict)
+    """sentence-transformers' files beside the adapters, which replace the base's."""
 
     @property
     def config(self) -> ModelConfig:
@@ -123,7 +125,7 @@ class MergedSource:
             config=self.config,
             manifest=self._manifest(header),
             shifts=shifts,
-            files={**header.files, **self.tokenizer},
+            files={**header.files, **self.tokenizer, **self.vectors},
         )
 
     @property

@@ -1,10 +1,16 @@
-"""A source with the adapters of --adapter merged, and with the tokenizer of an adapter that has another number of tokens."""
+"""A source with the adapters of --adapter merged, and with the files beside them that the merged model needs.
+
+These are the tokenizer of an adapter that has another number of tokens, and sentence-transformers' files of one that was trained
+for vectors of texts.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaconv.engine.sidecars import find_sidecars
+from formats.rank_files import run_of
+from megaconv.engine.sidecars import SIDECAR_DIRECTORY, find_sidecars, is_of_vectors
 from megaconv.model.ir import Source
 from megaconv.options.values import AdapterChoice
 
@@ -22,5 +28,17 @@ def adapted(
     from megaconv.adapters.merging import merge
 
     merged = merge(source, adapters, overflow=overflow)
+    vectors: dict[str, Path] = {}
+    for each in merged.merged:
+        vectors |= _of_vectors(each.adapter.directory)
     directory = merged.resized_by
-    return merged if directory is None else replace(merged, tokenizer=find_sidecars(directory))
+    tokenizer = {} if directory is None else find_sidecars(directory)
+    return replace(merged, tokenizer=tokenizer, vectors=vectors)
+
+
+def _of_vectors(directory: Path) -> dict[str, Path]:
+    """Return sentence-transformers' files beside an adapter, by name. A run of megatron_lite has them in hf/."""
+    found: dict[str, Path] = {}
+    for place in (run_of(directory) / SIDECAR_DIRECTORY, directory):
+        found |= {name: path for name, path in find_sidecars(place).items() if is_of_vectors(name)}
+    return found

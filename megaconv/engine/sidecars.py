@@ -34,12 +34,13 @@ _OF_TOKENIZERS = (
     "bpe.codes", "dict.txt", "normalizer.json", "audio_tokenizer_config.json", "chat_template*",
 )  # fmt: skip
 """Patterns of a tokenizer's files, in lower case, because names are compared in lower case."""
+_OF_VECTORS = (_MODULES, "sentence_*config.json", "config_sentence_transformers.json")
+"""Patterns of sentence-transformers' files, in lower case: its modules, the longest text, prompts."""
 _PATTERNS = (
     # Pre- and postprocessing: images, audio, several inputs, generated text.
     "preprocessor_config.json", "processor_config.json", "image_processor*.json", "video_preprocessor_config.json",
     "feature_extractor*.json", "generation_config.json",
-    # sentence-transformers: its modules, the longest text, prompts.
-    "modules.json", "sentence_*config.json", "config_sentence_transformers.json",
+    *_OF_VECTORS,
 )  # fmt: skip
 """Patterns of further files, in lower case."""
 _TERMS = (
@@ -96,6 +97,14 @@ def is_of_tokenizer(name: str) -> bool:
     lower = name.lower()
     return lower.startswith(f"{CHAT_TEMPLATES}/") or any(
         fnmatchcase(lower, pattern) for pattern in _OF_TOKENIZERS
+    )
+
+
+def is_of_vectors(name: str) -> bool:
+    """True for a sidecar of sentence-transformers, which say how a model makes vectors of texts. name: see is_of_tokenizer."""
+    lower = name.lower()
+    return fnmatchcase(lower, f"{_MODULE_DIRECTORY}/*") or any(
+        fnmatchcase(lower, pattern) for pattern in _OF_VECTORS
     )
 
 

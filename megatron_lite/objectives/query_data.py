@@ -35,11 +35,6 @@ class QueryData(TrainingData):
         found = [self.train, *([] if self.valid is None else [self.valid])]
         return max(queries.texts.longest for queries in found)
 
-    @property
-    def tokens(self) -> int:
-        """See TrainingData. Each query counts as a sample of its own, since no two share a sequence."""
-        return len(self.train) * self.longest
-
     def fitted(
         self, settings: Settings, sizes: Sizes, progress: Progress, say: Say
     ) -> tuple[Settings, "QueryData"]:
@@ -47,6 +42,11 @@ class QueryData(TrainingData):
         if settings.data.split is not None and self.valid is not None:
             raise UsageError(
                 "--split divides --finetune-data; with --valid-finetune-data there is nothing to divide"
+            )
+        if sizes.batch.full == 1 and not self.negatives:
+            raise UsageError(
+                "--global-batch-size 1 has nothing to compare: a query is compared with the documents of all queries of its step; "
+                "give it more, such as 32, or hard negatives (--embedding-negatives)"
             )
         if sizes.seq <= self.ending:
             raise UsageError(
