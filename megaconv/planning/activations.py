@@ -104,7 +104,7 @@ def head_elements(run: Run) -> float:
     # The gradient of the head's matrix.
     matrix = 0.0 if run.head_is_frozen else run.logit_columns * config.hidden
     # Scores are those of single tokens, so that the head keeps the input of its norm alone.
-    of_head = (1 if config.has("scores") else 2) * width * run.tokens + matrix
+    of_head = (1 if config.has("scores") or run.rests_head else 2) * width * run.tokens + matrix
     transforms = config.has("transform") or config.has("head_projection")
     found = of_head + (3 * width * run.tokens if transforms else 0.0)
     # A recomputed layer keeps its tokens' embedding. Its other input is that of the head before it.

@@ -244,7 +244,7 @@ def _key(run: Run) -> Hashable:
         layout.tp, layout.ep, layout.etp, run.cp, run.micro_batch, run.seq, run.sequence, run.context,
         run.dispatcher, run.overlaps_experts, run.dtype, run.recompute.granularity, run.offloaded,
         run.frozen, run.trains_embedding, run.trains_head, run.trains_rows, run.adapters,
-        run.rests_mtp, run.head_again,
+        run.rests_mtp, run.rests_head, run.head_again,
     )  # fmt: skip
 
 

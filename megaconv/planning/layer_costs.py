@@ -141,7 +141,7 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
     inside: kinds of the layers inside one of these, with their parameters on this rank.
     """
     config = run.config
-    columns = run.logit_columns
+    columns = run.computed_columns
     mtp = run.mtp_layers
     heads = 1 + mtp
     operations = 2 * run.tokens * config.hidden * columns * heads
@@ -152,7 +152,7 @@ def head_cost(run: Run, inside: Sequence[tuple[LayerKind, RankShare]], machine: 
         further = Cost(*(sum(values) for values in zip(*costs, strict=True)))
     traffic = (
         of_scores(run)
-        if config.has("scores")
+        if config.has("scores") or run.rests_head
         else there_and_back(run, run.tokens * heads, config.hidden)
     )
     passes = (3 if run.trains_head else machine.passes) + run.head_again

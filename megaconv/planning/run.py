@@ -84,6 +84,9 @@ class Run:
     rests_mtp: bool = False
     """True if MTP layers are not computed, because the loss is that of the next token alone."""
 
+    rests_head: bool = False
+    """True if the head is not computed, because the loss is that of the hidden states before it."""
+
     head_again: bool = False
     """True if each pass computes the head once more before, without gradients, as losses of pairs do."""
 
@@ -107,6 +110,8 @@ class Run:
     @property
     def head_is_frozen(self) -> bool:
         """True if the head has no gradient. A head of scores is trained whole beside adapters, as by peft."""
+        if self.rests_head:
+            return True
         return self.frozen and not self.trains_head and not self.config.has("scores")
 
     @property
@@ -183,6 +188,11 @@ class Run:
     def logit_columns(self) -> float:
         """Outputs of the head for a token on one rank: its part of the vocabulary, or all scores, which each rank computes."""
         return self.config.head.labels or self.vocab_rows / self.layout.tp
+
+    @property
+    def computed_columns(self) -> float:
+        """logit_columns as far as a pass computes them."""
+        return 0.0 if self.rests_head else self.logit_columns
 
     def chunks(self, pp_rank: int) -> list[Chunk]:
         """Return the virtual stages of a pipeline rank."""

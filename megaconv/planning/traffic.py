@@ -118,7 +118,7 @@ def _between(run: Run, tokens: int) -> int:
 
 def of_head(run: Run) -> Iterator[Counted]:
     """Yield the traffic of the head, and of the layers that predict further tokens."""
-    if run.config.has("scores"):
+    if run.config.has("scores") or run.rests_head:
         yield from of_scores(run)
         return
     for _ in range(1 + run.mtp_layers):
@@ -154,8 +154,11 @@ def _of_mtp_layer(run: Run) -> Iterator[Counted]:
 
 
 def of_scores(run: Run) -> Iterator[Counted]:
-    """Yield the traffic of a head of scores. Ranks that share a sequence add up the scores of its last token."""
-    scores = run.micro_batch * run.config.head.labels * FLOAT32
+    """Yield the traffic of a head of scores. Ranks that share a sequence add up the scores of its last token.
+
+    Without a head, they add up the hidden states of its tokens.
+    """
+    scores = run.micro_batch * (run.config.head.labels or run.config.hidden) * FLOAT32
     if run.sequence:
         yield "tp", "all_reduce", scores
     yield "cp", "all_reduce", scores

@@ -119,10 +119,15 @@ class Planned:
             return {}
         before = {
             "generation": self.generation,
-            "log-probabilities": self.described.work.measured * self.measuring,
+            self._measured: self.described.work.measured * self.measuring,
             "teacher": self.teaching,
         }
         return {**{name: each for name, each in before.items() if each}, **self.time.terms()}
+
+    @property
+    def _measured(self) -> str:
+        """The name of what the passes without gradients compute."""
+        return "vectors" if self.described.work.rests_head else "log-probabilities"
 
     @cached_property
     def untrained(self) -> str | None:

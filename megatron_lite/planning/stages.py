@@ -23,6 +23,7 @@ from megatron_lite.parallel.parameter_kinds import Kind
 from megatron_lite.parallel.parameters import (
     ParameterInfo,
     can_rest,
+    is_head,
     is_partial,
     rows_info,
     tied_along,
@@ -102,6 +103,7 @@ class Described:
             trains_rows=options.lora is not None and bool(options.lora.tokens_of(EMBEDDING)),
             adapters=self._adapters_by_kind,
             rests_mtp=self.work.rests_mtp,
+            rests_head=self.work.rests_head,
             head_again=self.work.head_again,
             losses=self.work.losses,
         )
@@ -199,6 +201,8 @@ class Described:
         """Return the facts that modules declare, but from the family's table. The table also covers models without modules."""
         kind, layout = kind_of(native, self.config), self.sizes.layout
         rests = self.work.rests_mtp and can_rest(native.name, kind)
+        own_head = self.work.rests_head and not self.config.tie_embeddings
+        rests = rests or (own_head and is_head(native.name))
         return ParameterInfo(
             index,
             native,

@@ -14,6 +14,8 @@ class Work:
     """Sequences of a sample: 2 for a pair of answers, the completions of a prompt."""
     rests_mtp: bool = False
     """True if MTP layers keep their values and are not computed, without gradients and optimizer state."""
+    rests_head: bool = False
+    """True if a head that isn't tied keeps its values, and no head is computed."""
     head_again: bool = False
     """True if each pass computes the head once more before, without gradients."""
     losses: int = 0
@@ -39,6 +41,9 @@ DPO_LOSSES = 5
 
 KTO_LOSSES = 4
 """The loss, the rewards of good and bad answers and the divergence from the reference."""
+
+EMBEDDING_LOSSES = 2
+"""The loss and the accuracy."""
 
 DFT_LOSSES = 2
 """The cross entropy and the loss."""
@@ -80,7 +85,14 @@ def work_of(settings: Settings) -> Work:
     if settings.rewards.reward_modeling:
         return Work(rows=2, rests_mtp=True)
     if settings.embeddings.embedding:
-        return Work(rows=2 + settings.embeddings.embedding_negatives, rests_mtp=True)
+        # A pass without gradients computes the vectors of all texts first (models/retrieval_loss.py).
+        return Work(
+            rows=2 + settings.embeddings.embedding_negatives,
+            rests_mtp=True,
+            rests_head=True,
+            losses=EMBEDDING_LOSSES,
+            measured=1,
+        )
     if settings.data.finetune_loss == "dft":
         return Work(rests_mtp=True, head_again=True, losses=DFT_LOSSES)
     return Work()

@@ -23,6 +23,7 @@ from megatron_lite.models import recompute, scored_attention
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.bert import SWAPPED_PARTS
 from megatron_lite.models.criterion import OWN_LOSS, Criterion
+from megatron_lite.objectives.contrastive_loss import DOCUMENTS, QUERIES, ContrastiveLoss
 from megatron_lite.objectives.pair_loss import REFERENCE, PairLoss, Preference
 from megatron_lite.objectives.score_loss import ScoreLoss
 from megatron_lite.objectives.scored_model import SCORED
@@ -33,7 +34,7 @@ from megatron_lite.optimizer.algorithm import BLOCK
 from megatron_lite.parallel import comm, tensor
 from megatron_lite.parallel.grid import make_grid
 from megatron_lite.planning.stages import Described
-from megatron_lite.planning.work import TEACHER_LOSSES, Work, taught_sums
+from megatron_lite.planning.work import EMBEDDING_LOSSES, TEACHER_LOSSES, Work, taught_sums
 from megatron_lite.settings.batch_size import BatchSize
 from megatron_lite.settings.options import (
     Balancing,
@@ -110,6 +111,8 @@ class Planned:
     """Only adapters are trained."""
     pairs: bool = False
     """The two rows of a microbatch are a pair of answers (DPO)."""
+    vectors: bool = False
+    """The two rows of a microbatch are a query and its document, whose vectors are compared."""
     teacher: str | None = None
     """The model whose predictions are learned."""
     beta: float = 0.0
@@ -171,11 +174,11 @@ class Planned:
             exp_avg_sq_dtype=self.moments,
             bucket_elements=4000,
         )
-        samples = (1 if self.pairs else 2) * self.microbatches * self.dp
+        samples = (2 // self.work.rows) * self.microbatches * self.dp
         batch = BatchSize(samples, samples)
         two_stacks = config.encoder.layers > 0
         sizes = Sizes(
-            layout=layout, dp=self.dp, batch=batch, micro_batch=1 if self.pairs else 2, cp=self.cp,
+            layout=layout, dp=self.dp, batch=batch, micro_batch=2 // self.work.rows, cp=self.cp,
             seq=SOURCE_SEQUENCE if two_stacks else SEQUENCE, decoder_seq=SEQUENCE if two_stacks else 0,
         )  # fmt: skip
         described = Described(config, sizes, options, optimizer, self.work)
@@ -185,6 +188,8 @@ class Planned:
     def work(self) -> Work:
         if self.pairs:
             return Work(rows=2, rests_mtp=True, head_again=True, losses=5)
+        if self.vectors:
+            return Work(rows=2, rests_mtp=True, rests_head=True, losses=EMBEDDING_LOSSES)
         if self.teacher is not None:
             sums = taught_sums(self.beta)
             return Work(rests_mtp=True, losses=TEACHER_LOSSES, taught_sums=sums)
@@ -221,6 +226,8 @@ def make_engine(planned: Planned) -> Engine:
 def _criterion(planned: Planned) -> Criterion:
     if planned.pairs:
         return PairLoss(Preference())
+    if planned.vectors:
+        return ContrastiveLoss()
     if planned.teacher is not None:
         return TeacherLoss(Distillation(0.5, 1.0, planned.beta))
     return ScoreLoss() if planned.config.has("scores") else OWN_LOSS
@@ -256,6 +263,10 @@ def _of_family(engine: Engine, rows: torch.Tensor) -> dict[str, Any]:
     """The fields of a microbatch of a BERT, a T5, a reward model or a pair, beside tokens and labels."""
     if isinstance(engine.criterion, PairLoss):
         return {"extras": {REFERENCE: torch.zeros(2, dtype=torch.float64)}}
+    if isinstance(engine.criterion, ContrastiveLoss):
+        last = torch.arange(SEQUENCE).expand(2, -1) == SEQUENCE - 1
+        number = rows[:1, 0]
+        return {"loss_mask": last.float(), "extras": {QUERIES: number, DOCUMENTS: number[:, None]}}
     if engine.config.family == "bert":
         types, seen = torch.zeros_like(rows[:, 1:]), torch.ones_like(rows[:, 1:], dtype=torch.bool)
         return {"types": types, "visible": seen, "extras": {SWAPPED_PARTS: rows[:, 0] % 2}}

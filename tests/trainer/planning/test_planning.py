@@ -211,6 +211,8 @@ KEPT = [
     Planned("llama", dp=2, distributed=True, dtype="bfloat16", wider=4, main_grads="bfloat16", moments="bfloat16", block=50_000),
     Planned("mimo", tp=2, dp=2, distributed=True, dtype="bfloat16", wider=4, pairs=True),
     Planned("mimo", dp=2, distributed=True, zero=3, dtype="bfloat16", wider=4, pairs=True),
+    Planned("llama", tp=2, dp=2, distributed=True, dtype="bfloat16", wider=4, vectors=True),
+    Planned("further tokens, tied", pp=2, dtype="bfloat16", wider=4, vectors=True),
 ]  # fmt: skip
 
 
@@ -303,6 +305,13 @@ def test_activations_are_those_that_autograd_keeps(model: str, granularity: str 
 @pytest.mark.parametrize("model", ["further tokens", "further tokens, tied", "mimo"])
 def test_mtp_layers_that_pairs_do_not_train_keep_no_activations(model: str) -> None:
     planned = Planned(model, wider=4, microbatches=1, pairs=True)
+    planned_bytes = activations(planned.described().run, 0)
+    assert bytes_of_a_pass(planned) == pytest.approx(planned_bytes, rel=0.1)
+
+
+@pytest.mark.parametrize("model", ["llama", "further tokens, tied"])
+def test_a_head_that_vectors_do_not_train_keeps_no_activations(model: str) -> None:
+    planned = Planned(model, wider=4, microbatches=1, vectors=True)
     planned_bytes = activations(planned.described().run, 0)
     assert bytes_of_a_pass(planned) == pytest.approx(planned_bytes, rel=0.1)
 
