@@ -67,7 +67,13 @@ def open_towers(given: argparse.Namespace, load: str, place: launch.Place | None
     Raises UsageError for another model, CheckpointError for a broken one.
     """
     here = place or launch.start(Parallel())
-    start = all_or_none(lambda: open_weights(load))
+    return towers_of(given, all_or_none(lambda: open_weights(load)), load, here)
+
+
+def towers_of(
+    given: argparse.Namespace, start: Start, load: str, here: launch.Place
+) -> EngineTowers:
+    """Return the towers of an opened biencoder. Collective. load: its path. See open_towers."""
     config = start.config
     if config.family != "biencoder":
         raise UsageError(
@@ -75,22 +81,22 @@ def open_towers(given: argparse.Namespace, load: str, place: launch.Place | None
         )
     if given.training is not None:
         check_against(given.training, config, {}, load)
-    tokenizer = all_or_none(lambda: _tokenizer(given, start))
+    tokenizer = all_or_none(lambda: tokenizer_of(given, start))
     on_cpu = here.device.type == "cpu"
     dtype = "float32" if on_cpu else config.dtype
     engine = make_engine(changed(config, {"dtype": dtype}), Parallel(), here, config.max_positions)
     load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    return EngineTowers(engine, _fingerprint(start), tokenizer)
+    return EngineTowers(engine, fingerprint_of(start), tokenizer)
 
 
-def _fingerprint(start: Start) -> str:
+def fingerprint_of(start: Start) -> str:
     """Return the fingerprint of the weights, which are read once."""
     source = OpenedSource(start.header, start.tensors)
     workers = default_workers(writing=False)
     return fingerprint_source(source, workers, only=frozenset(start.tensors)).weights
 
 
-def _tokenizer(given: argparse.Namespace, start: Start) -> Tokenizer:
+def tokenizer_of(given: argparse.Namespace, start: Start) -> Tokenizer:
     """Return the tokenizer of the flags, or of the checkpoint."""
     vocabulary, merges = (
         None if path is None else str(path) for path in (given.vocab_file, given.merge_file)

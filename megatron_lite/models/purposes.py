@@ -25,6 +25,22 @@ def refuse_scores(config: ModelConfig, place: str) -> None:
         )
 
 
+def refuse_embedding(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model whose last hidden states are no vectors of texts. place: the path it was read from."""
+    if config.family in (*OF_THEIR_OWN, RETRO):
+        raise NotExpressible(
+            f"{place}: is a {config.family}; a biencoder or a decoder was expected. --embedder takes other encoders"
+        )
+    if config.has("scores"):
+        raise NotExpressible(
+            f"{place}: the model has a head of scores; vectors of texts are those of a language model"
+        )
+    if config.has("head_projection"):
+        raise NotExpressible(
+            f"{place}: a {config.family} has a matrix between its last norm and its head, with which vectors aren't computed"
+        )
+
+
 def refuse_taught(config: ModelConfig) -> None:
     """Raise NotExpressible for a model that can't learn from a teacher."""
     if config.family == RETRO:

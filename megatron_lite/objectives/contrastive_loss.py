@@ -16,7 +16,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megaconv.errors import NotExpressible
 from megaconv.model.config import ModelConfig
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.chunk import ModelChunk
@@ -59,9 +58,6 @@ class ContrastiveLoss(Criterion):
     def on(self, replicas: Group) -> "ContrastiveLoss":
         return replace(self, replicas=replicas)
 
-    def check(self, config: ModelConfig) -> None:
-        refuse_embedding(config)
-
     def loss_names(self, config: ModelConfig) -> tuple[str, ...]:
         return "loss", ACCURACY
 
@@ -100,15 +96,3 @@ class ContrastiveLoss(Criterion):
         best = (known[POSITIONS] == 0).to(ones.dtype)
         figures = {"loss": Counted(losses, ones), ACCURACY: Counted(best, ones)}
         return (of_queries + of_documents) * run.share, figures
-
-
-def refuse_embedding(config: ModelConfig) -> None:
-    """Raise NotExpressible for a model whose last hidden states are no embeddings."""
-    if config.has("scores"):
-        raise NotExpressible(
-            "the model has a head of scores; embeddings are learned by a language model"
-        )
-    if config.has("head_projection"):
-        raise NotExpressible(
-            f"a {config.family} has a matrix between its last norm and its head, with which embeddings aren't computed"
-        )

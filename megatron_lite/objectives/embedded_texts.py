@@ -22,12 +22,12 @@ from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.criterion import Criterion
 from megatron_lite.models.pooling import pooled_tokens
+from megatron_lite.models.purposes import refuse_embedding
 from megatron_lite.objectives.contrastive_loss import (
     ACCURACY,
     DOCUMENTS,
     QUERIES,
     ContrastiveLoss,
-    refuse_embedding,
 )
 from megatron_lite.objectives.dropout import without_dropout
 from megatron_lite.objectives.objective import Objective
@@ -60,7 +60,7 @@ class EmbeddedTexts(Objective):
         """See Objective.prepared. Raises NotExpressible for a model without embeddings."""
         found = super().prepared(start, settings, say, finetune=finetune)
         if found is not None:
-            refuse_embedding(found.config)
+            refuse_embedding(found.config, found.path)
         return found
 
     def settled(self, settings: Settings, start: Start | None, say: Say) -> Settings:

@@ -13,11 +13,10 @@ from megatron_lite.retrieval.embedder import Embedder, OneTower
 from megatron_lite.retrieval.embedders import NAMES, EmbedderOptions, open_embedder
 from megatron_lite.retrieval.evidence import Evidence, open_blocks, open_evidence
 from megatron_lite.retrieval.team import Team
-from megatron_lite.retrieval.towers import TowerEmbedder, Towers
 from megatron_lite.settings.flag_parser import FlagParser
 
 LOAD = "load:"
-"""Before the path of a biencoder, in meta.json."""
+"""Before the path of --load, in meta.json."""
 SOURCES = ("evidence_data_path", "data_path", "titles_data_path")
 
 
@@ -28,7 +27,8 @@ def add_embedder(parser: FlagParser) -> None:
     add(
         "--load",
         metavar="PATH",
-        help="a biencoder, trained by `pretrain --model-type biencoder` or by Megatron",
+        help="a biencoder, trained by `pretrain --model-type biencoder` or by Megatron, or an embedding model, such as one of "
+        "`finetune --embedding`",
     )
     add("--embedder", metavar="NAME", help=NAMES)
     add_count(add, "--seq-length", None, "tokens of a passage with its title (256)")
@@ -63,27 +63,27 @@ def embedder_of(
     place: a directory for a converted model, which the first process writes.
     """
     if given.load and given.embedder:
-        raise UsageError("--load and --embedder exclude each other; --load names a biencoder")
+        raise UsageError(
+            "--load and --embedder exclude each other; --load names a biencoder or an embedding model"
+        )
     word = f"{LOAD}{given.load}" if given.load else given.embedder or name
     if word is None:
-        raise UsageError(f"--load (a biencoder) or --embedder is missing; --embedder takes {NAMES}")
+        raise UsageError(
+            f"--load (a biencoder or an embedding model) or --embedder is missing; --embedder takes {NAMES}"
+        )
     if word.startswith(LOAD):
-        return _biencoder(given, word, length, team)
+        return _loaded(given, word, length, team)
     options = EmbedderOptions(given.indexer_batch_size, length, place, given.vocab_file)
     first = open_embedder(word, options) if team.rank == 0 else None
     team.wait()
     return OneTower(first or open_embedder(word, options))
 
 
-def _biencoder(given: argparse.Namespace, word: str, length: int, team: Team) -> Embedder:
+def _loaded(given: argparse.Namespace, word: str, length: int, team: Team) -> Embedder:
     require_torch("--load", "train,data")
-    opening = import_module("megatron_lite.inference.towers")
-    towers: Towers = opening.open_towers(given, word.removeprefix(LOAD), team.place)
-    if length > towers.seq_length:
-        raise UsageError(
-            f"--seq-length {length}: {word.removeprefix(LOAD)} has {towers.seq_length} positions; give at most these"
-        )
-    return TowerEmbedder(towers, word, length, length, given.indexer_batch_size)
+    opening = import_module("megatron_lite.inference.text_vectors")
+    found: Embedder = opening.open_loaded(given, word.removeprefix(LOAD), word, length, team.place)
+    return found
 
 
 def source_of(given: argparse.Namespace) -> dict[str, str]:

@@ -60,4 +60,4 @@ def test_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     bert = ROOT / "fixtures" / "core-bert-tp2pp2" / "checkpoint"
     words = ["--load", str(bert), "--evidence-data-path", str(passages), "--output"]
     assert embed([*words, str(tmp_path / "index")]) == 2
-    assert "is a bert; a biencoder was expected" in capsys.readouterr().err
+    assert "is a bert; a biencoder or a decoder was expected" in capsys.readouterr().err
