@@ -18,6 +18,7 @@ from megatron_lite.engine import Engine
 from megatron_lite.inference.adapters import BASE, AdapterBank
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.image_tokens import without_images
+from megatron_lite.inference.row_vectors import row_vectors
 from megatron_lite.inference.rows_together import batches, fitting, padded
 from megatron_lite.inference.shown_images import Seen, ShownImages
 from megatron_lite.inference.slots import Feed, Scored, judge, require_known
@@ -34,6 +35,7 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.mixers.declaration import PerRow
 from megatron_lite.models.network_interface import Network
 from megatron_lite.parallel import comm
+from megatron_lite.settings.embedding import POOLINGS
 
 IDLE_S = 20.0
 """Seconds that other ranks wait for a turn until rank 0 sends an empty turn."""
@@ -164,6 +166,17 @@ class EngineModel:
             scores.append(scored)
         return scores
 
+    def embed(
+        self, rows: Sequence[Sequence[int]], pooling: str, adapter: int | None = None
+    ) -> Tensor:
+        """See LanguageModel.embed."""
+        self._adapt(self._adapter(adapter))
+        for row in rows:
+            require_known(row, self.vocab)
+        found = self._take([Turn.EMBED, POOLINGS.index(pooling), *words_of_rows(rows)])
+        assert found is not None, "rank 0 collects the results of all ranks"
+        return found
+
     def idle(self) -> None:
         """Send an empty turn, so that other ranks don't time out."""
         self._take([Turn.IDLE])
@@ -214,6 +227,8 @@ class EngineModel:
                 return self._extend(feeds)
             if turn == Turn.SCORE:
                 return self._score(rows_of(rest[1:]), top=rest[0])
+            if turn == Turn.EMBED:
+                return self._embed(rows_of(rest[1:]), POOLINGS[rest[0]])
             if turn == Turn.COPY:
                 self._copy(rest[1:], used=rest[0])
             if turn == Turn.ADAPT:
@@ -332,31 +347,54 @@ class EngineModel:
 
     def _score(self, rows: list[list[int]], top: int) -> Tensor:
         """Return float64 [tokens, 2 + 2 top] of all rows, concatenated; `score` splits it."""
-        dp, dp_rank = self.grid.dp, self.grid.dp_rank
         device = self.grid.device
         predicted = [len(row) - 1 for row in rows]
         found: list[Tensor] = []
         for count in predicted:
             found.append(torch.zeros(max(count, 0), 2 + 2 * top, dtype=torch.float64))
-        shares = [range(replica, len(rows), dp) for replica in range(dp)]
-        groups: list[list[list[int]]] = []
-        for share in shares:
-            counts = [predicted[number] for number in share]
-            groups.append(list(batches(counts, SCORED_TOKENS)))
-        own = shares[dp_rank]
-        for group in groups[dp_rank]:
-            numbers = [own[place] for place in group]
+
+        def compute(numbers: Sequence[int]) -> None:
             # No logits after a row's last token are needed.
             tokens = padded([rows[number][:-1] for number in numbers]).to(device)
             last = self.engine.last_stage(Microbatch(tokens, tokens))
             if last is not None:
                 for place, number in enumerate(numbers):
                     self._judge(*last, place, rows[number], found[number])
-        nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        for _ in self._others(groups):
-            self.engine.last_stage(Microbatch(nothing, nothing))
+
+        self._in_batches(predicted, compute)
         together = torch.cat(found).to(device)
         return self._to_first(together)
+
+    def _embed(self, rows: list[list[int]], pooling: str) -> Tensor:
+        """Return float32 [rows, hidden]; valid at least on rank 0."""
+        width, device = self.engine.config.hidden, self.grid.device
+        found = torch.zeros(len(rows), width, dtype=torch.float32, device=device)
+
+        def compute(numbers: Sequence[int]) -> None:
+            made = row_vectors(self.engine, [rows[number] for number in numbers], pooling)
+            if made is not None:
+                found[list(numbers)] = made
+
+        self._in_batches([len(row) for row in rows], compute)
+        return self._to_first(found)
+
+    def _in_batches(self, lengths: Sequence[int], compute: Callable[[Sequence[int]], None]) -> None:
+        """Let each replica compute its share of rows, in batches of similar lengths. Collective.
+
+        lengths: tokens of each row that are computed. compute: computes the rows of these numbers.
+        """
+        dp, dp_rank = self.grid.dp, self.grid.dp_rank
+        shares = [range(replica, len(lengths), dp) for replica in range(dp)]
+        groups: list[list[list[int]]] = []
+        for share in shares:
+            counts = [lengths[number] for number in share]
+            groups.append(list(batches(counts, SCORED_TOKENS)))
+        own = shares[dp_rank]
+        for group in groups[dp_rank]:
+            compute([own[place] for place in group])
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self.grid.device)
+        for _ in self._others(groups):
+            self.engine.last_stage(Microbatch(nothing, nothing))
 
     def _judge(
         self, chunk: Network, hidden: Tensor, place: int, row: list[int], into: Tensor

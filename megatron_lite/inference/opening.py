@@ -4,7 +4,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megaconv.options.values import AdapterChoice, byte_size
 from megaconv.terminal import show
 from megatron_lite.checkpoint.restore import Start, open_weights
 from megatron_lite.checkpoint.weights import load_weights
+from megatron_lite.data.embedding_form import EmbeddingForm, read_form
 from megatron_lite.data.harmony import Marks, harmony_marks
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
@@ -76,6 +77,13 @@ class Opened:
     retrieving: LanguageModel | None = None
     """The same model with neighbors of chunks, which answers instead of `model`."""
     images: Images = TEXT_ALONE
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """The small files beside the model, by their paths below its directory."""
+
+    @cached_property
+    def embedding_form(self) -> EmbeddingForm:
+        """How the model makes vectors of texts. Raises CorruptCheckpoint, NotExpressible."""
+        return read_form(self.files)
 
     @property
     def answering(self) -> LanguageModel:
@@ -158,7 +166,15 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
     sampling = all_or_none(lambda: sampling_of_generation(files))
     model = _model(given, found)
     opened = Opened(
-        model, found.config, found.tokenizer, stops, given.load, place.store, names, sampling
+        model,
+        found.config,
+        found.tokenizer,
+        stops,
+        given.load,
+        place.store,
+        names,
+        sampling,
+        files=files,
     )
     if not hasattr(given, "image_encoder"):
         return opened

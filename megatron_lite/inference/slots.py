@@ -118,6 +118,19 @@ class LanguageModel(Protocol):
         ...
 
 
+class VectorModel(LanguageModel, Protocol):
+    """A LanguageModel that makes vectors of texts too."""
+
+    def embed(
+        self, rows: Sequence[Sequence[int]], pooling: str, adapter: int | None = None
+    ) -> Tensor:
+        """Return the vectors of rows, float32 [rows, hidden] on the CPU, each of length 1. It changes no slot.
+
+        pooling: one of settings.embedding.POOLINGS. adapter: see Feed.
+        """
+        ...
+
+
 @dataclass
 class DraftCounts:
     """Numbers of drafted tokens."""

@@ -1,4 +1,4 @@
-"""Vectors of texts by a decoder: batches of rows through its layers, and an embedder of passages and questions."""
+"""An embedder of passages and questions by a decoder, or by the towers of a biencoder."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megaconv.errors import UsageError
 from megaconv.model.fields import changed
@@ -22,11 +21,9 @@ from megatron_lite.data.embedding_form import (
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.opening import make_engine
-from megatron_lite.inference.rows_together import batches, padded
+from megatron_lite.inference.row_vectors import TOKENS, row_vectors
+from megatron_lite.inference.rows_together import batches
 from megatron_lite.inference.towers import fingerprint_of, tokenizer_of, towers_of
-from megatron_lite.models.batch import Microbatch
-from megatron_lite.models.chunk import ModelChunk
-from megatron_lite.models.pooling import embeddings, pooled_tokens
 from megatron_lite.models.purposes import refuse_embedding
 from megatron_lite.processes import launch
 from megatron_lite.processes.failure import all_or_none
@@ -34,23 +31,6 @@ from megatron_lite.retrieval.embedder import Embedder, Passage, Vectors
 from megatron_lite.retrieval.towers import TowerEmbedder
 from megatron_lite.settings.architecture import check_against
 from megatron_lite.settings.parallel import Parallel
-
-TOKENS = 8192
-"""Largest number of tokens of one pass, padding included."""
-
-
-def row_vectors(engine: Engine, rows: Sequence[Sequence[int]], pooling: str) -> Tensor | None:
-    """Return float32 [rows, hidden], the vectors of rows of tokens, of one pass. None on stages other than the last one."""
-    device = engine.grid.device
-    tokens = padded(rows).to(device)
-    last = engine.last_stage(Microbatch(tokens, tokens))
-    if last is None:
-        return None
-    chunk, hidden = last
-    assert isinstance(chunk, ModelChunk)
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    chosen = pooled_tokens(lengths, tokens.shape[1], pooling)
-    return embeddings(hidden, chosen, chunk.plan.ranks, None)
 
 
 @dataclass(frozen=True)

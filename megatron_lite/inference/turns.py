@@ -26,6 +26,7 @@ class Turn(IntEnum):
     VERIFY = 7
     DRAFT = 8
     SHOW = 9
+    EMBED = 10
 
 
 def send(words: list[int], grid: Grid) -> None:

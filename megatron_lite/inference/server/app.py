@@ -19,11 +19,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from megatron_lite.inference.opening import Opened
-from megatron_lite.inference.server import megatron_api
+from megatron_lite.inference.server import embeddings, megatron_api
 from megatron_lite.inference.server.answering import Answering
 from megatron_lite.inference.server.anthropic_messages.errors import error_json
 from megatron_lite.inference.server.anthropic_messages.request import count_tokens, read_message
 from megatron_lite.inference.server.calls.table import BY_TEMPLATE
+from megatron_lite.inference.server.embeddings import read_embeddings
 from megatron_lite.inference.server.errors import (
     Broken,
     Gone,
@@ -106,6 +107,7 @@ class Server:
             Route("/v1/chat/completions", guarded(answers(read_chat)), methods=["POST"]),
             Route("/v1/responses", guarded(answers(read_response)), methods=["POST"]),
             Route(MESSAGES, guarded(answers(read_message)), methods=["POST"]),
+            Route("/v1/embeddings", guarded(self.embeddings), methods=["POST"]),
             Route(f"{MESSAGES}/count_tokens", guarded(self.count_tokens), methods=["POST"]),
             Route(MODELS, guarded(self.models)),
             Route(f"{MODELS}/{{name:path}}", guarded(self.one_model)),
@@ -242,6 +244,15 @@ class Server:
             return count_tokens(fields, opened, self.name)
 
         return JSONResponse(await self._read(request, count))
+
+    async def embeddings(self, request: Request) -> Response:
+        """Answer /v1/embeddings."""
+        deadline = Deadline(self.limits.seconds)
+        wanted = await self._read(
+            request, lambda fields, opened: read_embeddings(fields, opened, self.name)
+        )
+        answer = embeddings.answer(wanted, self.worker, deadline)
+        return JSONResponse(await unless_gone(request, answer))
 
     async def megatron(self, request: Request) -> Response:
         """Answer Megatron's /api."""

@@ -170,7 +170,7 @@ def _shared(
     fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None,
     harmony: Marks | None = None, pictures: tuple[Picture, ...] = (),
 ) -> Wanted:  # fmt: skip
-    model, adapter = _model(fields.any("model"), opened, name)
+    model, adapter = model_of(fields.any("model"), opened, name)
     grammar = read_response_format(
         fields.any("response_format"), opened, harmony=harmony is not None
     )
@@ -219,7 +219,7 @@ def _shared(
     )
 
 
-def _model(asked: object, opened: Opened, name: str) -> tuple[str, int | None]:
+def model_of(asked: object, opened: Opened, name: str) -> tuple[str, int | None]:
     """Return (name of the model, number of its adapter). Without a name, it is the first adapter, or the model alone."""
     names = (name, *opened.adapters)
     if asked is None:

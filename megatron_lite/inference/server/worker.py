@@ -15,7 +15,7 @@ from megatron_lite.inference.batching import NO_TOKEN, RunningBatch, Step
 from megatron_lite.inference.model import IDLE_S, EngineModel
 from megatron_lite.inference.requests import Request
 from megatron_lite.inference.server.errors import NoAnswer, Overloaded, ShuttingDown
-from megatron_lite.inference.slots import Feed, LanguageModel, NotFinite, Scored
+from megatron_lite.inference.slots import Feed, LanguageModel, NotFinite, Scored, VectorModel
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Worker:
         """Cancel the requests of a ticket that have not ended."""
         self._commands.put(lambda: self._cancel(ticket))
 
-    async def between(self, function: Callable[[LanguageModel], T]) -> T:
+    async def between(self, function: Callable[[VectorModel], T]) -> T:
         """Run function(model) between two turns. It must not change any slot.
 
         Raises NoAnswer if the function raises NotFinite.
@@ -110,7 +110,7 @@ class Worker:
         )
 
     async def _call(
-        self, function: Callable[[LanguageModel], T], enqueue: Callable[[Callable[[], None]], Any]
+        self, function: Callable[[VectorModel], T], enqueue: Callable[[Callable[[], None]], Any]
     ) -> T:
         self._take(1)
         loop = asyncio.get_running_loop()
@@ -240,18 +240,23 @@ class _Unwanted(Exception):
 class _WhileWanted:
     """A model for one function. Its methods raise as soon as the function's result is no longer needed."""
 
-    def __init__(self, model: LanguageModel, wanted: Callable[[], bool]) -> None:
+    def __init__(self, model: VectorModel, wanted: Callable[[], bool]) -> None:
         self._model, self._wanted = model, wanted
         self.slots, self.length = model.slots, model.length
         self.copied, self.recurrent = model.copied, model.recurrent
 
-    def _checked(self) -> LanguageModel:
+    def _checked(self) -> VectorModel:
         if not self._wanted():
             raise _Unwanted
         return self._model
 
     def extend(self, feeds: Sequence[Feed]) -> Tensor:
         return self._checked().extend(feeds)
+
+    def embed(
+        self, rows: Sequence[Sequence[int]], pooling: str, adapter: int | None = None
+    ) -> Tensor:
+        return self._checked().embed(rows, pooling, adapter)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._checked().copy(sources, targets)
