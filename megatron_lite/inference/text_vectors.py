@@ -1,6 +1,7 @@
 """An embedder of passages and questions by a decoder, or by the towers of a biencoder."""
 
 import argparse
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,4 +103,10 @@ def _decoder(
     dtype = "float32" if here.device.type == "cpu" else config.dtype
     engine = make_engine(changed(config, {"dtype": dtype}), Parallel(), here, length)
     load_weights(engine, {key.name: tensor for key, tensor in start.tensors.items()})
-    return DecoderEmbedder(engine, tokenizer, form, name, fingerprint_of(start), length)
+    return DecoderEmbedder(engine, tokenizer, form, name, _fingerprint(start, form), length)
+
+
+def _fingerprint(start: Start, form: EmbeddingForm) -> str:
+    """Return a hash of all that vectors depend on: weights, pooling and prompts."""
+    prompts = sorted(form.prompts.items())
+    return hashlib.sha256(repr((fingerprint_of(start), form.pooling, prompts)).encode()).hexdigest()

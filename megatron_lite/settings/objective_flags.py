@@ -161,7 +161,7 @@ def _embedding(settings: Settings) -> Judged:
         asked.embedding_negatives < 0,
         f"--embedding-negatives {asked.embedding_negatives} must be 0 or more",
     )
-    for name in ("finetune_form", "chat_template", "finetune_turns", "finetune_loss"):
+    for name in ("finetune_form", "chat_template", "finetune_turns"):
         yield (
             name in settings.given,
             f"{flag_name(name)} is for examples, and {flag} reads queries; leave it out",
