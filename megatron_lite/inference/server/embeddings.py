@@ -77,7 +77,7 @@ def _prompt(asked: Any, known: Any) -> str:
     """Return the prompt of this name, an extension of sentence-transformers and its servers; without a name, none."""
     if asked is None:
         return ""
-    if asked not in known:
+    if not isinstance(asked, str) or asked not in known:
         names = ", ".join(map(repr, known)) or "none"
         raise Refused(
             f"prompt_name {asked!r:.60} is not known; the model has {names}", "prompt_name"
