@@ -13,6 +13,7 @@ from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies, small_files
 from megaconv.engine.weight_files import add_weight_files
 from megaconv.families import Family, family
+from megaconv.families.parts.bare import is_bare
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import heads_for_words
 from megaconv.families.parts.scores import HEAD, HEAD_OPTION, SCORES, with_asked_class
@@ -26,6 +27,7 @@ from megaconv.huggingface.quantization import (
 from megaconv.huggingface.quantization_config import quantization_files
 from megaconv.huggingface.scales import with_scales
 from megaconv.huggingface.spellings import hf_namings
+from megaconv.huggingface.stored_names import prefix_of
 from megaconv.model.beside import Whole
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import changed
@@ -78,7 +80,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         ]
     if base is None:
         _warn_of_missing_mtp(config)
-        names, copied = _names(natives, config), dict[str, LazyTensor]()
+        names, copied = _names(natives, config, table), dict[str, LazyTensor]()
         last_rows = dict[str, LazyTensor]()
         from_base: list[str] = []
         told: tuple[str, ...] = ()
@@ -148,8 +150,14 @@ def _listed(
     return _natives(table, config, _own_naming(options))
 
 
-def _names(natives: Sequence[NativeTensor], config: ModelConfig) -> dict[str, str]:
-    """The name in the output of each native tensor. In a multimodal model, the language model's names have a prefix."""
+def _names(natives: Sequence[NativeTensor], config: ModelConfig, table: Family) -> dict[str, str]:
+    """The name in the output of each native tensor.
+
+    In a multimodal model, the language model's names have a prefix. In a model without a head, they lack their own one.
+    """
+    if is_bare(table.architectures, config):
+        prefix = prefix_of(table)
+        return {native.name: native.name.removeprefix(prefix) for native in natives}
     whole = Whole({}) if config.whole is None else config.whole
     return {native.name: whole.hf_name(native.name) for native in natives}
 

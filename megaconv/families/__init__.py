@@ -11,11 +11,13 @@ from typing import Any
 
 from megaconv import plugins
 from megaconv.errors import (
+    CheckpointError,
     NotExpressible,
     UnknownFamily,
     UnsupportedInput,
     UsageError,
 )
+from megaconv.families.parts.bare import bare_classes
 from megaconv.families.parts.family import Family as Family  # the files of families import it here
 from megaconv.families.parts.hf_config import load_config, naming_file
 from megaconv.families.parts.keys import CONFIG_NAME
@@ -115,7 +117,9 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
                 *classes_with_scores(family.name),
                 *(family.classes_of_others if is_named else ()),
             )
-            return bool(set(architectures) & set(classes))
+            return bool(set(architectures) & set(classes)) or (
+                is_named and _is_bare(family, config)
+            )
         if family.no_class:
             return False
         return config.get("model_type") in (family.model_type, *family.other_types)
@@ -130,6 +134,18 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
             if fits(family):
                 return family
     return None
+
+
+def _is_bare(family: Family, config: Mapping[str, Any]) -> bool:
+    """True for a model without a head that the family describes. Any other one is copied by its own names."""
+    classes = bare_classes(family.name, family.architectures)
+    if not set(config.get("architectures") or []) & set(classes):
+        return False
+    try:
+        family.read_hf(config)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _refuse_known(architectures: Collection[Any], source: str) -> None:

@@ -42,7 +42,7 @@ from megatron_lite.inference.quantizing import check_quantize, load_quantized
 from megatron_lite.inference.sampling import PLAIN, Sampling
 from megatron_lite.inference.slots import LanguageModel
 from megatron_lite.loop.tokenizer import make_tokenizer
-from megatron_lite.models.purposes import refuse_encoders
+from megatron_lite.models.purposes import is_headless, named_class, refuse_encoders
 from megatron_lite.objectives.catalog import objective_of
 from megatron_lite.parallel.grid import Grid, make_grid
 from megatron_lite.processes import launch
@@ -215,6 +215,12 @@ def open_engine(
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
     refuse_encoders(config, given.load)
+    if is_headless(config) and not place.rank:
+        show(
+            f"warning: {given.load}: the model is a {named_class(config)} without a head for words: its vectors mean something, and the "
+            "texts that it generates don't",
+            sys.stderr,
+        )
     if not given.stream_weights and getattr(given, "max_memory", None):
         raise UsageError("--max-memory is for --stream-weights; pass both, or neither")
     if given.training is not None:

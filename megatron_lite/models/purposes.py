@@ -1,6 +1,8 @@
 """Models that can't be used for a purpose: training on pairs, on rewards or from a teacher, generation."""
 
 from megaconv.errors import NotExpressible
+from megaconv.families import family
+from megaconv.families.parts.bare import is_bare
 from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megatron_lite.models.trainable import RETRO, check_computed
@@ -18,6 +20,10 @@ def refuse_whole(config: ModelConfig, place: str) -> None:
 
 def refuse_scores(config: ModelConfig, place: str) -> None:
     """Raise NotExpressible for a model without a head for words. place: the path it was read from."""
+    if is_headless(config):
+        raise NotExpressible(
+            f"{place}: the model has no head for words (its class is {named_class(config)}); it can be trained with --embedding alone"
+        )
     if config.has("scores"):
         raise NotExpressible(
             f"{place}: the model has a head of scores, as reward models and critics have it, and no head for words; it can be trained "
@@ -39,6 +45,16 @@ def refuse_embedding(config: ModelConfig, place: str) -> None:
         raise NotExpressible(
             f"{place}: a {config.family} has a matrix between its last norm and its head, with which vectors aren't computed"
         )
+
+
+def is_headless(config: ModelConfig) -> bool:
+    """Return whether the model has no head, as sentence-transformers stores embedding models."""
+    return is_bare(family(config.family).architectures, config)
+
+
+def named_class(config: ModelConfig) -> str:
+    """Return the class in the model's config.json."""
+    return ", ".join((config.hf or {}).get("architectures") or ())
 
 
 def refuse_taught(config: ModelConfig) -> None:

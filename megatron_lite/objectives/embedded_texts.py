@@ -58,10 +58,9 @@ class EmbeddedTexts(Objective):
         self, start: Start | None, settings: Settings, say: Say, *, finetune: bool
     ) -> Start | None:
         """See Objective.prepared. Raises NotExpressible for a model without embeddings."""
-        found = super().prepared(start, settings, say, finetune=finetune)
-        if found is not None:
-            refuse_embedding(found.config, found.path)
-        return found
+        if start is not None:
+            refuse_embedding(start.config, start.path)
+        return start
 
     def settled(self, settings: Settings, start: Start | None, say: Say) -> Settings:
         """Return the settings with the pooling and the prompts of the checkpoint, unless flags give them."""
