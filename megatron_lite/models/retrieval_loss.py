@@ -24,6 +24,7 @@ from megaconv.model.config import ModelConfig
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.biencoder import Biencoder
 from megatron_lite.models.criterion import Criterion, Extras, Outputs
+from megatron_lite.models.moving import moved
 from megatron_lite.models.network_interface import Counted, Network
 from megatron_lite.models.passes import Pass
 from megatron_lite.parallel import comm
@@ -130,8 +131,7 @@ def compared(outputs: Sequence[Outputs], replicas: Group, divisor: float) -> lis
     text of its own context again, nor with other contexts that answer it, nor with those whose number is negative.
     divisor: of all scores. The gradients are those of the sum over the queries of all ranks.
     """
-    queries = _Gathered([each[0] for each in outputs], replicas)
-    contexts = _Gathered([each[1] for each in outputs], replicas)
+    queries, contexts, *numbers = _gathered(outputs, replicas)
     own_context = torch.cat(
         [
             torch.arange(count, device=queries.rows.device) + start
@@ -141,9 +141,8 @@ def compared(outputs: Sequence[Outputs], replicas: Group, divisor: float) -> lis
     with torch.enable_grad():
         q, c = queries.rows.requires_grad_(), contexts.rows.requires_grad_()
         scores = q @ c.t() / divisor
-        if len(outputs[0]) > 2:
-            numbers = _Gathered([each[2] for each in outputs], replicas)
-            scores = scores.masked_fill(_left_out(numbers.rows, own_context), -torch.inf)
+        for each in numbers:
+            scores = scores.masked_fill(_left_out(each.rows, own_context), -torch.inf)
         losses = F.cross_entropy(scores, own_context, reduction="none")
         q_gradients, c_gradients = torch.autograd.grad(losses.sum(), (q, c))
     found = (
@@ -177,21 +176,40 @@ def _positions(scores: Tensor, own: Tensor) -> Tensor:
     return ((scores > mine) | ((scores == mine) & is_earlier)).sum(1)
 
 
-def _parts_of_all_ranks(parts: Sequence[Tensor], replicas: Group) -> list[Sequence[Tensor]]:
-    """Return the parts [rows, width] of each rank's microbatches, by rank. Collective."""
+def _gathered(outputs: Sequence[Outputs], replicas: Group) -> list["_Gathered"]:
+    """Return the rows of all microbatches of all ranks, for each kind of output. Collective."""
+    kinds = list(zip(*outputs, strict=True))
+    counts = [[len(part) for part in parts] for parts in kinds]
+    by_kind = zip(kinds, _counts_of_all_ranks(counts, kinds[0][0].device, replicas), strict=True)
+    return [_Gathered(parts, of_ranks, replicas) for parts, of_ranks in by_kind]
+
+
+def _counts_of_all_ranks(
+    own: list[list[int]], device: torch.device, replicas: Group
+) -> list[list[list[int]]]:
+    """Return the numbers of rows [kind][rank][microbatch]. Collective. own: [kind][microbatch]."""
+    if replicas is None:
+        return [[of_kind] for of_kind in own]
+    here = moved(torch.tensor(own).flatten(), device)
+    found = comm.gathered(here, replicas).view(comm.size(replicas), len(own), -1)
+    counts: list[list[list[int]]] = found.transpose(0, 1).tolist()
+    return counts
+
+
+def _parts_of_all_ranks(
+    parts: Sequence[Tensor], counts: Sequence[list[int]], replicas: Group
+) -> list[Sequence[Tensor]]:
+    """Return the parts [rows, width] of each rank's microbatches, by rank. Collective. counts: their rows, by rank."""
     if replicas is None:
         return [parts]
-    ranks, own_rows = comm.size(replicas), torch.cat(list(parts))
-    own_counts = torch.tensor([len(part) for part in parts], device=own_rows.device)
-    counts = comm.gathered(own_counts, replicas).view(ranks, -1)
-    most = int(counts.sum(1).max())
-    padding = most - len(own_rows)
-    padded = F.pad(own_rows, (0, 0, 0, padding))
-    rows = comm.gathered(padded, replicas).view(ranks, most, -1)
-    found: list[Sequence[Tensor]] = []
-    for of_rank, its_counts in zip(rows, counts.tolist(), strict=True):
-        found.append(torch.split(of_rank[: sum(its_counts)], its_counts))
-    return found
+    own_rows = torch.cat(list(parts))
+    most = max(map(sum, counts))
+    padded = F.pad(own_rows, (0, 0, 0, most - len(own_rows)))
+    rows = comm.gathered(padded, replicas).view(len(counts), most, -1)
+    return [
+        torch.split(of_rank[: sum(its_counts)], its_counts)
+        for of_rank, its_counts in zip(rows, counts, strict=True)
+    ]
 
 
 class _Gathered:
@@ -200,9 +218,11 @@ class _Gathered:
     This is the order of samples in a global batch, in every layout.
     """
 
-    def __init__(self, parts: Sequence[Tensor], replicas: Group) -> None:
-        """parts: of this rank's microbatches. Ranks have equal numbers of microbatches, and any numbers of rows."""
-        by_rank = _parts_of_all_ranks(parts, replicas)
+    def __init__(
+        self, parts: Sequence[Tensor], counts: Sequence[list[int]], replicas: Group
+    ) -> None:
+        """parts: of this rank's microbatches. counts: the rows of each rank's microbatches, of which ranks have equal numbers."""
+        by_rank = _parts_of_all_ranks(parts, counts, replicas)
         own_rank = 0 if replicas is None else torch.distributed.get_rank(replicas)
         listed: list[Tensor] = []
         self._own: list[int] = []

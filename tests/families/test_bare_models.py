@@ -17,7 +17,8 @@ from tests.runs import run
 
 pytestmark = pytest.mark.oracle
 ALL = {
-    **oracle.VARIANTS, **oracle.MIXTURES, **oracle.NAMED, **oracle.MIXED_LAYERS, **oracle.BEYOND_MEGATRON, **oracle.UNTRAINED, **oracle.CONVERTED,
+    **oracle.VARIANTS, **oracle.MIXTURES, **oracle.NAMED, **oracle.MIXED_LAYERS, **oracle.BEYOND_MEGATRON,
+    **oracle.UNTRAINED, **oracle.CONVERTED,
 }  # fmt: skip
 VARIANTS = {name: variant for name, variant in ALL.items() if name.partition(",")[0] in FAMILIES}
 QUICK = ("llama", "mistral", "qwen3", "gemma3_text", "mixtral", "gpt2")

@@ -10,7 +10,7 @@ import torch
 from megatron_lite.checkpoint.adapters import init_adapters
 from megatron_lite.engine import Engine
 from megatron_lite.models.batch import Microbatch
-from tests.trainer.parallel import small_pictures, small_rewards, small_taught
+from tests.trainer.parallel import small_pictures, small_rewards, small_taught, small_vectors
 from tests.trainer.parallel.small import Case, make_engine, own_batches
 from tests.trainer.pretended_cuda.collectives import through_gloo
 from tests.trainer.pretended_cuda.device import GPU, PretendedGpu
@@ -66,6 +66,7 @@ _LANGUAGE_MODEL = _Setup(engine_of, own_batches)
 _ON_IMAGES = _Setup(engine_of, small_pictures.own_batches)
 _STUDENT = _Setup(small_taught.make_engine, small_taught.own_batches)
 _REWARD_MODEL = _Setup(small_rewards.make_engine, small_rewards.own_batches)
+_EMBEDDING_MODEL = _Setup(small_vectors.make_engine, small_vectors.own_batches)
 
 
 class Trainer:
@@ -123,7 +124,12 @@ def score(
     case: small_rewards.RewardCase, device: torch.device, now: Record | None = None
 ) -> Trainer:
     """Train a reward model and evaluate it on one device."""
-    trainer = Trainer(case, _REWARD_MODEL, device, now)
+    return _trained(case, _REWARD_MODEL, device, now)
+
+
+def _trained(case: Any, setup: _Setup, device: torch.device, now: Record | None = None) -> Trainer:
+    """Train a model and evaluate it on one device."""
+    trainer = Trainer(case, setup, device, now)
     trainer.train()
     trainer.evaluate()
     trainer.close()
@@ -132,7 +138,16 @@ def score(
 
 def take_scored_steps(_rank: int, case: small_rewards.RewardCase) -> Scored:
     """Train a reward model and evaluate it on both devices."""
-    on_cpu, on_gpu = _on_both(partial(score, case))
+    return _scored(case, _REWARD_MODEL)
+
+
+def take_vector_steps(_rank: int, case: small_vectors.VectorCase) -> Scored:
+    """Train an embedding model and evaluate it on both devices."""
+    return _scored(case, _EMBEDDING_MODEL)
+
+
+def _scored(case: Any, setup: _Setup) -> Scored:
+    on_cpu, on_gpu = _on_both(partial(_trained, case, setup))
     record = on_gpu.evaluation
     steps = _steps(on_cpu, on_gpu)
     return Scored(steps, on_cpu.figures, on_gpu.figures, dict(record.waits), dict(record.unpinned))
