@@ -146,6 +146,34 @@ def test_a_merged_adapter_has_the_files_of_its_run(model: Path, tmp_path: Path) 
     require_vectors(tmp_path / "hf", tmp_path / "hf", "mean", "")
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_step_has_the_loss_and_the_gradient_of_sentence_transformers(
+    pooling: str, model: Path, tmp_path: Path
+) -> None:
+    """Its MultipleNegativesRankingLoss with the scale 1 / temperature. The learning rate leaves the weights as they are."""
+    reason = "sentence-transformers is not installed (extra `retrieval`)"
+    package: Any = pytest.importorskip("sentence_transformers", reason=reason)
+    losses: Any = pytest.importorskip("sentence_transformers.sentence_transformer.losses", reason=reason)  # fmt: skip
+    records = [
+        {"anchor": f"w{n} w{n + 9}", "positive": f"w{n + 20} w{n + 1} w{n}", "negative": f"w{n + 40} w{n + 30}"}
+        for n in range(8)
+    ]  # fmt: skip
+    (tmp_path / "queries.jsonl").write_text("\n".join(map(json.dumps, records)))
+    words = WORDS.replace("--lr 3e-3", "--lr 1e-12")
+    train(tmp_path, 1, f"{words} --load {model} --save ckpt --train-iters 1 --embedding-pooling {pooling}")  # fmt: skip
+    (step,) = [line for line in metrics(tmp_path) if "loss" in line]
+    megaconv.convert(tmp_path / "ckpt", tmp_path / "hf", saver="hf")
+    theirs = package.SentenceTransformer(str(tmp_path / "hf"), device="cpu")
+    texts = [[record[name] for record in records] for name in ("anchor", "positive", "negative")]
+    loss = losses.MultipleNegativesRankingLoss(theirs, scale=20.0)(
+        [theirs.preprocess(column) for column in texts], None
+    )
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1e9)
+    assert step["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
 def test_an_evaluation_compares_the_queries_of_its_batches(model: Path, tmp_path: Path) -> None:
     place = prepared(tmp_path / "run")
     log = train(
