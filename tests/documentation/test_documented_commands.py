@@ -442,6 +442,11 @@ def patch_of_seed(seed: int, target: Path) -> None:
         megaconv.delta(old, new, target)
 
 
+QUERIES = [
+    {"query": text, "pos": [f"The answer to {text}"], "neg": ["Something else"]}
+    for text in ("one", "two", "three", "four")
+]
+PASSAGES = [{"id": number, "title": "", "text": f"Passage {number}"} for number in range(4)]
 REWARDS = """
 def correct(completions, answer, **columns):
     return [float(right in text) for text, right in zip(completions, answer)]
@@ -527,6 +532,10 @@ def special(page: str) -> Mapping[str, Make]:
             "prompts.jsonl": write_prompts,
         },
         "docs/grpo.md": {"prompts.jsonl": write_prompts},
+        "docs/embedding-models.md": {
+            "queries.jsonl": lines(*QUERIES),
+            "passages.jsonl": lines(*PASSAGES),
+        },
         "docs/distillation.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {
             "lambada_test.jsonl": lines(
