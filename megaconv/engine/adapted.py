@@ -30,13 +30,13 @@ def adapted(
     merged = merge(source, adapters, overflow=overflow)
     vectors: dict[str, Path] = {}
     for each in merged.merged:
-        vectors |= _of_vectors(each.adapter.directory)
+        vectors |= files_of_vectors(each.adapter.directory)
     directory = merged.resized_by
     tokenizer = {} if directory is None else find_sidecars(directory)
     return replace(merged, tokenizer=tokenizer, vectors=vectors)
 
 
-def _of_vectors(directory: Path) -> dict[str, Path]:
+def files_of_vectors(directory: Path) -> dict[str, Path]:
     """Return sentence-transformers' files beside an adapter, by name. A run of megatron_lite has them in hf/."""
     found: dict[str, Path] = {}
     for place in (run_of(directory) / SIDECAR_DIRECTORY, directory):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from formats.tensor import LazyTensor
+from megaconv.engine.adapted import files_of_vectors
 from megaconv.errors import UsageError
 from megaconv.hub import resolve
 from megaconv.local_paths import local_path
@@ -44,6 +45,7 @@ class NamedAdapter:
 
     name: str
     read: ReadAdapter
+    directory: Path
 
 
 def read_adapters(words: Sequence[str], config: ModelConfig) -> list[NamedAdapter]:
@@ -58,7 +60,8 @@ def read_adapters(words: Sequence[str], config: ModelConfig) -> list[NamedAdapte
             raise UsageError(
                 f"--adapter {word}: {name} names two adapters; give them names, as in chat={path}"
             )
-        found.append(NamedAdapter(name, read_adapter(local_path(resolve(path)), config)))
+        directory = local_path(resolve(path))
+        found.append(NamedAdapter(name, read_adapter(directory, config), directory))
     return found
 
 
@@ -127,6 +130,8 @@ class AdapterBank:
             tensors = {**_padded(adapter.read, engine), **_joined(adapter.read, engine, of_base)}
             self._values.append(_values(engine, infos, tensors, base))
         self.names = tuple(adapter.name for adapter in adapters)
+        self.vector_files = tuple(files_of_vectors(adapter.directory) for adapter in adapters)
+        """sentence-transformers' files beside each adapter, by name."""
         self._dora = dora_adapters(engine.chunks)
         have_dora = [False, *(adapter.read.options.dora for adapter in adapters)]
         self._changes = [

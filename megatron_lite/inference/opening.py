@@ -79,11 +79,17 @@ class Opened:
     images: Images = TEXT_ALONE
     files: Mapping[str, Path] = field(default_factory=dict)
     """The small files beside the model, by their paths below its directory."""
+    vector_files: tuple[Mapping[str, Path], ...] = ()
+    """Those of sentence-transformers beside each adapter."""
 
-    @cached_property
-    def embedding_form(self) -> EmbeddingForm:
-        """How the model makes vectors of texts. Raises CorruptCheckpoint, NotExpressible."""
-        return read_form(self.files)
+    def embedding_form(self, adapter: int | None) -> EmbeddingForm:
+        """Return how the model makes vectors of texts. Raises CorruptCheckpoint, NotExpressible.
+
+        adapter: its number; 0 for the model alone, None for the first adapter, if there is one.
+        """
+        number = min(1, len(self.adapters)) if adapter is None else adapter
+        beside = self.vector_files[number - 1] if number else {}
+        return read_form({**self.files, **beside})
 
     @property
     def answering(self) -> LanguageModel:
@@ -161,6 +167,7 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
         raise UsageError(f"--slots {given.slots} must be 1 or more")
     found = open_engine(given, parallel, place)
     names = () if found.adapters is None else found.adapters.names
+    vector_files = () if found.adapters is None else found.adapters.vector_files
     files = found.start.files
     stops = all_or_none(lambda: stop_ids(found.config, found.tokenizer, files))
     sampling = all_or_none(lambda: sampling_of_generation(files))
@@ -175,6 +182,7 @@ def open_model(given: argparse.Namespace, parallel: Parallel, place: launch.Plac
         names,
         sampling,
         files=files,
+        vector_files=vector_files,
     )
     if not hasattr(given, "image_encoder"):
         return opened

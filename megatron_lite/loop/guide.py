@@ -51,14 +51,6 @@ class Guide:
         self.run.say(f"  {label:<9} {spelled(after)!r}")
 
 
-def _use(run: Run, model: str) -> Iterator[str]:
-    """Yield the line for a vector or an answer of the model, if a command gives it. model: with its adapter's flag."""
-    if run.settings.embeddings.embedding:
-        yield f"  embed     megatron-lite embed {model} --input TEXTS"
-    elif not run.config.has("scores"):
-        yield _talk(run, f"--load {model}")
-
-
 def _talk(run: Run, loading: str) -> str:
     """Return the line for an answer of the model. Without a chat template, `chat` refuses the model."""
     if run.settings.data.chat_template or has_chat_template(run.tokenizer):
@@ -73,16 +65,22 @@ def next_commands(run: Run) -> Iterator[str]:
         return
     saved = kept_best(run) or saving.save
     yield "next:"
+    makes_vectors = run.settings.embeddings.embedding
+    talks = not run.config.has("scores") and not makes_vectors
     if run.settings.lora.wanted:
         model = f"{saving.save}-merged"
-        yield from _use(run, f"{saving.load} --adapter {saved}")
+        if talks:
+            yield _talk(run, f"--load {saving.load} --adapter {saved}")
         yield f"  merge     megaconv merge {saving.load} {saved} --save-dir {model}"
     else:
         model = saved
-        yield from _use(run, model)
+        if talks:
+            yield _talk(run, f"--load {model}")
         whole = multimodal_model(run.settings)
         base = "" if whole is None else f" --base {whole}"
         converted = f"{saving.save}-hf"
         yield f"  convert   megaconv convert {model} {converted} --saver hf{base}"
         model = converted if whole is not None or saved != saving.save else model
+    if makes_vectors:
+        yield f"  embed     megatron-lite embed --load {model} --evidence-data-path PASSAGES --output INDEX"
     yield f"  publish   megaconv push {model} USER/NAME"

@@ -52,12 +52,12 @@ class WantedVectors:
 
 def read_embeddings(fields: Fields, opened: Opened, name: str) -> WantedVectors:
     """Read a request. Raises Refused."""
+    model, adapter = model_of(fields.any("model"), opened, name)
     try:
         refuse_embedding(opened.config, name)
-        form = opened.embedding_form
+        form = opened.embedding_form(adapter)
     except CheckpointError as error:
         raise Refused(str(error), "model", "unsupported") from error
-    model, adapter = model_of(fields.any("model"), opened, name)
     prompt = _prompt(fields.any("prompt_name"), form.prompts)
     texts = _texts(fields.any("input"))
     width = opened.config.hidden

@@ -12,8 +12,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+import megaconv
 from megatron_lite.data.embedding_form import EmbeddingForm, form_files
 from tests.trainer.inference.serving import KEY, ForkedServing
+from tests.trainer.inference.test_adapters import write_adapter
 from tests.trainer.vectors import LENGTH, by_transformers, save
 
 for package in ("starlette", "uvicorn"):
@@ -124,6 +126,31 @@ def test_vectors_and_answers_do_not_disturb_each_other(serving: ForkedServing, m
                 assert np.allclose(vectors(found), expected, atol=1e-5)
     _, text = serving.ask("/metrics")
     assert f'requests_total{{route="{ROUTE}",status="200"}}' in text
+
+
+def test_an_adapter_has_its_own_pooling_and_prompts(tmp_path: Path) -> None:
+    """Its files lie in hf/ of its run. The model has none, so that its vectors are those of last tokens."""
+    base, run = save(tmp_path / "base"), tmp_path / "run"
+    run.mkdir()
+    write_adapter(base, run / "iter_0000001", 2, 4.0, ("q_proj", "v_proj"))
+    form = EmbeddingForm("mean", {"query": "w50 "})
+    for name, content in form_files(form, 32, LENGTH).items():
+        path = run / "hf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    megaconv.merge(base, str(run / "iter_0000001"), tmp_path / "merged")
+    flags = ("--dtype", "fp32", "--adapter", f"tuned={run / 'iter_0000001'}", "--served-model-name", "tiny")  # fmt: skip
+    running = ForkedServing(base, *flags)
+    for model, words in (("tuned", {"prompt_name": "query"}), ("tiny", {})):
+        _, found = running.ask(ROUTE, {"input": TEXTS[0], "model": model, **words})
+        if model == "tuned":
+            expected = by_transformers(tmp_path / "merged", [f"w50 {TEXTS[0]}"], "mean")
+        else:
+            expected = by_transformers(base, TEXTS[:1], "last")
+        assert np.allclose(vectors(found), expected.numpy(), atol=1e-5)
+    status, answer = running.ask(ROUTE, {"input": "w1", "model": "tiny", "prompt_name": "query"})
+    assert (status, answer["error"]["param"]) == (400, "prompt_name")
+    assert running.end() == (0, "")
 
 
 def test_a_model_of_other_modules_is_refused_and_answers_texts(tmp_path: Path) -> None:

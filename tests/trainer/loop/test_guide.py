@@ -103,6 +103,17 @@ def test_nobody_talks_to_a_reward_model(lora: str) -> None:
 
 
 @pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
+def test_an_embedding_model_embeds(lora: str) -> None:
+    run: Any
+    run, _ = plain_setup(f"{LLAMA} --finetune-data queries.jsonl --embedding {lora}")
+    lines = list(next_commands(run))
+    assert [line.split()[0] for line in lines] == [
+        "next:", "merge" if lora else "convert", "embed", "publish",
+    ]  # fmt: skip
+    assert f"megatron-lite embed --load {'tuned-merged' if lora else 'tuned'} " in lines[2]
+
+
+@pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
 def test_a_merged_model_needs_no_conversion(lora: str) -> None:
     """`megaconv merge` writes a Hugging Face directory."""
     run: Any
