@@ -562,6 +562,9 @@ def test_the_configuration_says_how_a_model_without_a_family_stores_weights(tmp_
 
 def test_dora_of_conv1d_needs_a_family(tmp_path: Path) -> None:
     model, _ = conv1d(tmp_path, use_dora=True)
+    described = json.loads((model / "base" / "config.json").read_text())
+    described["architectures"] = ["UnknownModel"]
+    (model / "base" / "config.json").write_text(json.dumps(described))
     outcome = run("merge", model / "base", model / "adapter", "--save-dir", tmp_path / "out")
     assert_refused(outcome, 2, "h.0.attn.c_proj: DoRA is merged into", "Conv1D of a known family")
 
