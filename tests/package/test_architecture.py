@@ -89,6 +89,7 @@ ROOMS = {
             "megatron_lite.inference.model",
             "megatron_lite.inference.prompts",
             "megatron_lite.inference.requests",
+            "megatron_lite.inference.row_vectors",
             "megatron_lite.inference.rows_together",
             "megatron_lite.inference.running_row",
             "megatron_lite.inference.sampling",
