@@ -66,7 +66,8 @@ WRONG = [
     post(400, CHAT, messages=[{"role": "user", "content": {"type": "image"}}]),
     post(400, "/api", prompts=["x"], beam_width=2, top_k=3),
     Shot("/v1/completion", b"{}", 404),
-    Shot("/v1/embeddings", b"{}", 404),
+    Shot("/v1/images/generations", b"{}", 404),
+    Shot("/v1/embeddings", b"{}", 400),
     Shot(COMPLETIONS, b"", 405, method="DELETE"),
     Shot(COMPLETIONS, b'{"prompt": "x"}', 401, key="wrong"),
 ]  # fmt: skip
