@@ -7,6 +7,7 @@ from pathlib import Path
 from formats.partial_files import displayed
 from formats.stores.addresses import is_store, place_of
 from megaconv import registry
+from megaconv.engine.nested import require_nothing_else
 from megaconv.errors import CheckpointError, TargetExists, UsageError
 from megaconv.local_paths import UNEXPANDED, is_unexpanded, local_path
 from megaconv.store_inputs import parsed, stand_in
@@ -68,6 +69,8 @@ def refuse_loss(
             f"{target}: --overwrite replaces checkpoints, and this is not one of a known format (it has no {record} either); "
             "remove it yourself, or choose another place"
         )
+    if overwrite and place.is_dir():
+        require_nothing_else(target, place, record)
 
 
 def _refuse_own_source(target: str, sources: Iterable[Path | str | None]) -> None:
@@ -106,6 +109,7 @@ def _require_checkpoint(target: str, record: str) -> None:
             f"{target}: --overwrite replaces checkpoints, and this is not one of a known format (it has no {record} either); "
             "remove it yourself, or choose another place"
         )
+    require_nothing_else(target, occupant, record)
 
 
 def _real(path: str | Path) -> Path:

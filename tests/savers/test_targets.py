@@ -156,6 +156,61 @@ def test_overwrite_replaces_only_checkpoints(
         )
 
 
+def add_something_else(target: Path, what: str) -> str:
+    """Add it to a checkpoint, and return what an error says of it."""
+    if what == "a repository":
+        (target / ".git" / "objects").mkdir(parents=True)
+        return "is a git repository"
+    if what == "iterations":
+        for number in (1, 2):
+            (target / f"iter_{number:07d}").mkdir()
+        return "is a run with 2 iterations (iter_0000001, iter_0000002)"
+    if what == "a model":
+        write_llama(target / "checkpoint-500", layers=1)
+        return "holds 1 checkpoint besides its own (checkpoint-500)"
+    if what == "a run":
+        (target / "runs" / "first").mkdir(parents=True)
+        (target / "runs" / "first" / "latest_checkpointed_iteration.txt").write_text("1")
+        return "holds 1 checkpoint besides its own (runs/first)"
+    for name in ("a", "b"):
+        write_old_output(target / name)
+    return "holds 2 checkpoints besides its own (a, b)"
+
+
+ELSE = ["a repository", "iterations", "a model", "a run", "outputs"]
+
+
+@pytest.mark.parametrize("what", ELSE)
+@pytest.mark.parametrize(
+    "options", [["--overwrite"], ["--overwrite", "--resume"], ["--overwrite", "--dry-run"]]
+)
+def test_overwrite_removes_nothing_but_one_checkpoint(
+    model: Path, tmp_path: Path, what: str, options: list[str]
+) -> None:
+    target = write_llama(tmp_path / "out", layers=1)
+    said = add_something_else(target, what)
+    with unchanged(tmp_path):
+        assert_refused(convert(model, target, *options), 2, str(target), said, "--overwrite would")
+
+
+def test_a_patch_replaces_nothing_but_one_checkpoint(model: Path, tmp_path: Path) -> None:
+    old, target = write_llama(tmp_path / "old", layers=2, seed=3), tmp_path / "patch"
+    assert run("delta", old, model, "--save", target).status == 0
+    said = add_something_else(target, "a model")
+    with unchanged(tmp_path):
+        assert_refused(run("delta", old, model, "--save", target, "--overwrite"), 2, said)
+
+
+def test_the_parts_of_a_checkpoint_are_no_further_ones(model: Path, tmp_path: Path) -> None:
+    """hf/ beside an iteration has a config.json, and so has the pooling of sentence-transformers."""
+    for saver in ("core", "hf"):
+        target = tmp_path / saver
+        assert convert(model, target, saver=saver).status == 0
+        (target / "notes").mkdir()
+        (target / "notes" / "config.json").write_text("{}")
+        assert convert(model, target, "--overwrite", saver=saver).status == 0
+
+
 CHECKPOINTS = {
     "dist": FIXTURES / "dist-llama-tp2pp2", "core": FIXTURES / "core-llama-tp2pp2" / "checkpoint",
     "zarr": FIXTURES / "zarr-llama-tp2pp2" / "checkpoint", "dcp": FIXTURES / "dcp-plain-single" / "ckpt",

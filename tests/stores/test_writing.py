@@ -189,6 +189,16 @@ def test_overwrite_replaces_only_checkpoints(writable: SmallStore) -> None:
     assert writable.below("") == {"out/letters.txt": b"dear"}
 
 
+def test_overwrite_removes_no_further_checkpoint(writable: SmallStore) -> None:
+    for place in (OUT, f"{OUT}/checkpoint-500"):
+        assert run("convert", LLAMA, place, "--saver", "hf").status == 0
+    before = writable.below("")
+    words = ("--saver", "core", "--overwrite", "--yes-replace-objects")
+    refused = run("convert", LLAMA, OUT, *words)
+    assert_refused(refused, 2, f"{OUT}: holds 1 checkpoint besides its own (checkpoint-500)")
+    assert writable.below("") == before
+
+
 def test_a_dry_run_writes_nothing_and_tells_what_waits(writable: SmallStore) -> None:
     outcome = run("convert", LLAMA, OUT, "--saver", "core", "--dry-run")
     assert outcome.status == 0, outcome.err
