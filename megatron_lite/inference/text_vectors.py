@@ -80,14 +80,16 @@ def open_loaded(
     start = all_or_none(lambda: open_weights(load))
     if start.config.family == "biencoder":
         towers = towers_of(given, start, load, here)
-        _require_positions(length, towers.seq_length, load)
+        length = _fitting(given, length, towers.seq_length, load)
         return TowerEmbedder(towers, name, length, length, given.indexer_batch_size)
     return _decoder(given, start, load, name, length, here)
 
 
-def _require_positions(length: int, most: int, load: str) -> None:
-    if length > most:
+def _fitting(given: argparse.Namespace, length: int, most: int, load: str) -> int:
+    """Return the most tokens of a text: those asked for, else as many as the model has positions. Raises UsageError."""
+    if given.seq_length is not None and length > most:
         raise UsageError(f"--seq-length {length}: {load} has {most} positions; give at most these")
+    return min(length, most)
 
 
 def _decoder(
@@ -97,7 +99,7 @@ def _decoder(
     refuse_embedding(config, f"--load {load}")
     if given.training is not None:
         check_against(given.training, config, {}, load)
-    _require_positions(length, config.max_positions, load)
+    length = _fitting(given, length, config.max_positions, load)
     tokenizer = all_or_none(lambda: tokenizer_of(given, start))
     form = all_or_none(lambda: read_form(start.files))
     dtype = "float32" if here.device.type == "cpu" else config.dtype

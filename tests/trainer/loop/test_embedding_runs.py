@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import megaconv
+from megaconv.errors import UsageError
 from megatron_lite.inference.text_vectors import open_loaded
 from megatron_lite.retrieval.embedder import Embedder, Passage
 from tests.trainer.loop.launches import metrics, train
@@ -26,7 +27,8 @@ WORDS = (
 )
 TEXTS = ("w1 w2 w3", "w7", "w20 w21 w22 w23 w24 w25", "w59 w58")
 NOTHING = argparse.Namespace(
-    training=None, tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None, indexer_batch_size=4
+    training=None, tokenizer_type=None, tokenizer_model=None, vocab_file=None, merge_file=None, indexer_batch_size=4,
+    seq_length=None,
 )  # fmt: skip
 
 
@@ -230,6 +232,15 @@ def test_a_model_of_other_modules_is_refused(model: Path, tmp_path: Path) -> Non
     (copied / "modules.json").write_text(json.dumps(modules))
     message = refused(prepared(tmp_path / "run"), f"{WORDS} --load {copied} --train-iters 1")
     assert "modules.json: the model has a module Dense, which isn't computed" in message
+
+
+def test_texts_have_at_most_as_many_tokens_as_the_model_has_positions(model: Path) -> None:
+    text = " ".join(["w1"] * 100)
+    expected = by_transformers(model, [text], "last")
+    assert np.allclose(embedder(model, length=256).queries([text]), expected.numpy(), atol=1e-5)
+    asked = argparse.Namespace(**vars(NOTHING) | {"seq_length": 256})
+    with pytest.raises(UsageError, match="has 64 positions; give at most these"):
+        open_loaded(asked, str(model), "load:x", 256, None)
 
 
 def test_vectors_have_length_1_and_long_texts_keep_their_end(model: Path) -> None:
