@@ -14,7 +14,7 @@ OTHERS = {
     "serve": "megatron_lite.inference.commands.serve",
     "evaluate": "megatron_lite.inference.commands.evaluate",
     "retro": "megatron_lite.retrieval.commands.retro",
-    "embed": "megatron_lite.retrieval.commands.embed",
+    "embed": "megatron_lite.inference.commands.embed",
     "retrieve": "megatron_lite.retrieval.commands.retrieve",
     "rank-layers": "megatron_lite.inference.commands.rank_layers",
     "rank-experts": "megatron_lite.inference.commands.rank_experts",

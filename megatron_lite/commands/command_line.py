@@ -39,7 +39,7 @@ commands:
   rank-channels Measure how much each channel and head adds, to make a model narrower.
   calibrate     Measure the inputs of each matrix, for `megaconv convert --quantize fp8 --calibration`.
   retro         Build or show the chunk database and the neighbours for Retro.
-  embed         Embed passages, for retrieve.
+  embed         Vectors of texts by a model, or of passages for retrieve.
   retrieve      Find passages for questions, and count those with an answer.
   models        List the families of models, and which of them can be trained.
   recipes       List settings for common models, for finetune --recipe.

@@ -3,6 +3,7 @@
     modules.json                         the modules of the model: a Transformer, a Pooling, a Normalize
     1_Pooling/config.json                which tokens' hidden states are pooled
     config_sentence_transformers.json    prompts by name: the texts that precede a query and a document
+    sentence_bert_config.json            the most tokens of a text
 
 A model without these files is pooled at its last token, and has no prompts. Source: sentence-transformers 5.
 """
@@ -41,6 +42,8 @@ class EmbeddingForm:
     """One of settings.embedding.POOLINGS."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """By name, such as QUERY and DOCUMENT."""
+    default_prompt: str | None = None
+    """The name of the prompt for texts of no stated kind; None: no prompt."""
 
     def prompt(self, name: str) -> str:
         """Return the text that precedes texts of a kind; without a prompt of this name, none."""
@@ -58,7 +61,18 @@ def read_form(files: Mapping[str, Path]) -> EmbeddingForm:
             raise NotExpressible(
                 f"{files[_MODULES]}: the model has a module {kind}, which isn't computed; supported are {', '.join(_KINDS)}"
             )
-    return EmbeddingForm(_read_pooling(files), _read_prompts(files))
+    prompts = _read_prompts(files)
+    return EmbeddingForm(_read_pooling(files), prompts, _read_default(files, prompts))
+
+
+def read_length(files: Mapping[str, Path]) -> int | None:
+    """Return the most tokens of a text by sentence_bert_config.json; None if it doesn't state them. Raises CorruptCheckpoint."""
+    found = _read_object(files, _LENGTH).get("max_seq_length")
+    if found is not None and (type(found) is not int or found < 1):
+        raise CorruptCheckpoint(
+            f"{files[_LENGTH]}: max_seq_length should be a number of tokens, found {found!r:.60}"
+        )
+    return found
 
 
 def _listed(files: Mapping[str, Path]) -> list[dict[str, Any]]:
@@ -103,6 +117,16 @@ def _read_prompts(files: Mapping[str, Path]) -> dict[str, str]:
     return found
 
 
+def _read_default(files: Mapping[str, Path], prompts: Mapping[str, str]) -> str | None:
+    """Return the name of the default prompt, if config_sentence_transformers.json has one."""
+    name = _read_object(files, _PROMPTS).get("default_prompt_name")
+    if name is not None and (not isinstance(name, str) or name not in prompts):
+        raise CorruptCheckpoint(
+            f"{files[_PROMPTS]}: default_prompt_name should be the name of a prompt, found {name!r:.60}"
+        )
+    return name
+
+
 def _read_object(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     """Return a file's object; {} without the file. Raises CorruptCheckpoint."""
     if name not in files:
@@ -121,7 +145,11 @@ def form_files(form: EmbeddingForm, hidden: int, length: int) -> dict[str, bytes
     ]  # fmt: skip
     modes = {key: name == form.pooling for name, key in _MODES.items()}
     pooling = {"word_embedding_dimension": hidden, **modes, "include_prompt": True}
-    prompts = {"prompts": dict(form.prompts), "similarity_fn_name": "cosine"}
+    prompts = {
+        "prompts": dict(form.prompts),
+        "default_prompt_name": form.default_prompt,
+        "similarity_fn_name": "cosine",
+    }
     written = {
         _MODULES: modules,
         _POOLING: pooling,

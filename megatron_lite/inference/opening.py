@@ -223,7 +223,7 @@ def open_engine(
     tokenizer = all_or_none(lambda: _tokenizer(given, start))
     config, dtype = start.config, start.config.dtype
     refuse_encoders(config, given.load)
-    if is_headless(config) and not place.rank:
+    if getattr(given, "generates", True) and is_headless(config) and not place.rank:
         show(
             f"warning: {given.load}: the model is a {named_class(config)} without a head for words: its vectors mean something, and the "
             "texts that it generates don't",

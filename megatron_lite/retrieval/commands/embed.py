@@ -27,7 +27,10 @@ EXAMPLES = """  torchrun --nproc-per-node 8 -m megatron_lite embed --load ict --
 def parser() -> FlagParser:
     """Return the parser of the command."""
     made = parser_of(
-        "embed", "Embed passages. An ended run goes on with the missing shards.", EXAMPLES
+        "embed",
+        "Embed passages. An ended run goes on with the missing shards. `megatron-lite embed MODEL --help` lists the flags for the vectors "
+        "of texts.",
+        EXAMPLES,
     )
     add_passages(made)
     add_embedder(made)
