@@ -535,6 +535,7 @@ def special(page: str) -> Mapping[str, Make]:
         "docs/embedding-models.md": {
             "queries.jsonl": lines(*QUERIES),
             "passages.jsonl": lines(*PASSAGES),
+            "texts.txt": lambda target: target.write_text("A text\nAnother one\n"),
         },
         "docs/distillation.md": {"prompts.jsonl": write_prompts},
         "docs/data.md": {

@@ -8,7 +8,13 @@ import pytest
 
 from formats.errors import CorruptCheckpoint
 from megaconv.errors import NotExpressible, UsageError
-from megatron_lite.data.embedding_form import EmbeddingForm, form_files, read_form, text_tokens
+from megatron_lite.data.embedding_form import (
+    EmbeddingForm,
+    form_files,
+    read_form,
+    read_length,
+    text_tokens,
+)
 from megatron_lite.data.tokenizer import NullTokenizer
 
 POOLING, MODULES, PROMPTS = "1_Pooling/config.json", "modules.json", "config_sentence_transformers.json"  # fmt: skip
@@ -27,12 +33,13 @@ def written(directory: Path, **contents: Any) -> dict[str, Path]:
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_written_files_are_read_again(pooling: str, tmp_path: Path) -> None:
-    form = EmbeddingForm(pooling, {"query": "ask: ", "document": ""})
+    form = EmbeddingForm(pooling, {"query": "ask: ", "document": ""}, "document")
     files = {}
     for name, content in form_files(form, 32, 128).items():
         files[name] = tmp_path / name.replace("/", "-")
         files[name].write_bytes(content)
     assert read_form(files) == form
+    assert read_length(files) == 128
 
 
 @pytest.mark.parametrize(
@@ -84,11 +91,19 @@ def test_other_vectors_are_refused(contents: dict[str, Any], message: str, tmp_p
         ({"modules": {"a": 1}}, "should list modules"),
         ({"pooling": [1]}, "is not a JSON object"),
         ({"prompts": {"prompts": {"query": 3}}}, "prompts should be texts by name"),
+        ({"prompts": {"default_prompt_name": "query"}}, "default_prompt_name should be the name of a prompt"),
     ],
-)
+)  # fmt: skip
 def test_damaged_files_are_named(contents: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpoint, match=message):
         read_form(written(tmp_path, **contents))
+
+
+def test_a_longest_text_without_tokens_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "sentence_bert_config.json"
+    path.write_text('{"max_seq_length": 0}')
+    with pytest.raises(CorruptCheckpoint, match="max_seq_length should be a number of tokens"):
+        read_length({path.name: path})
 
 
 def test_a_text_without_a_token_is_refused() -> None:

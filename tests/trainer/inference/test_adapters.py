@@ -134,6 +134,20 @@ def test_an_adapter_scores_as_the_merged_model(
     )
 
 
+@pytest.mark.parametrize(
+    ("adapter", "directory"),
+    [(0, "base"), (1, "small-merged"), (3, "whole-merged"), (None, "small-merged")],
+)
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_adapter_makes_the_vectors_of_the_merged_model(
+    pooling: str, adapter: int | None, directory: str, together: Opened, models: Path
+) -> None:
+    rows = [PROMPT, PROMPT[:2]]
+    found = together.model.embed(rows, pooling, adapter)
+    expected = opened(models / directory).model.embed(rows, pooling)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_adapters_with_rows_of_their_own_tokens_score_as_the_merged_models(models: Path) -> None:
     """Two adapters have rows of different tokens; those of the others are the base's."""
     model = opened(
@@ -230,6 +244,13 @@ def test_a_request_chooses_its_adapter_by_name(models: Path) -> None:
             assert answer["model"] == (model or "small")
         assert answers[None] == answers["small"]
         assert len(set(answers.values())) == 3
+        for model, directory in ((None, "small-merged"), ("base", "base"), ("big", "large-merged")):
+            body = {"input": list(PROMPT), "model": model}
+            status, answer = server.ask("/v1/embeddings", body)
+            assert (status, answer["model"]) == (200, model or "small")
+            expected = opened(models / directory).model.embed([PROMPT], "last")
+            vector = torch.tensor([answer["data"][0]["embedding"]])
+            torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
         status, error = server.ask("/v1/completions", {"prompt": "Hello", "model": "other"})
         assert status == 404
         assert "'small'" in error["error"]["message"]
