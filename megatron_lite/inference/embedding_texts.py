@@ -70,7 +70,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
 
 def _asked(opened: Opened, given: argparse.Namespace) -> _Asked:
     """Return what the flags ask for, with what sentence-transformers' files say. Raises UsageError."""
-    form, width = opened.embedding_form, opened.config.hidden
+    form, width = opened.embedding_form(None), opened.config.hidden
     dimensions = width if given.dimensions is None else given.dimensions
     if not 1 <= dimensions <= width:
         raise UsageError(f"--dimensions {dimensions} must be from 1 to {width}, the model's")
@@ -95,7 +95,7 @@ def _prompt(given: argparse.Namespace, form: EmbeddingForm) -> str:
 
 def _longest(opened: Opened) -> int:
     """Return the most tokens of a text without --max-length, as in sentence-transformers."""
-    stated = read_length(opened.files)
+    stated = read_length(opened.embedding_files(None))
     if stated is not None:
         return min(stated, opened.config.max_positions)
     tokenizer = opened.tokenizer

@@ -34,6 +34,7 @@ from megatron_lite.inference.turns import (
 from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.mixers.declaration import PerRow
 from megatron_lite.models.network_interface import Network
+from megatron_lite.models.purposes import refuse_embedding
 from megatron_lite.parallel import comm
 from megatron_lite.settings.embedding import POOLINGS
 
@@ -169,7 +170,8 @@ class EngineModel:
     def embed(
         self, rows: Sequence[Sequence[int]], pooling: str, adapter: int | None = None
     ) -> Tensor:
-        """See LanguageModel.embed."""
+        """See VectorModel.embed."""
+        refuse_embedding(self.engine.config, "this model")
         self._adapt(self._adapter(adapter))
         for row in rows:
             require_known(row, self.vocab)

@@ -83,13 +83,17 @@ class Opened:
     """Those of sentence-transformers beside each adapter."""
 
     def embedding_form(self, adapter: int | None) -> EmbeddingForm:
-        """Return how the model makes vectors of texts. Raises CorruptCheckpoint, NotExpressible.
+        """Return how the model makes vectors of texts. Raises CorruptCheckpoint, NotExpressible. adapter: see embedding_files."""
+        return read_form(self.embedding_files(adapter))
+
+    def embedding_files(self, adapter: int | None) -> dict[str, Path]:
+        """Return the small files beside the model, with sentence-transformers' files of an adapter in place of the model's.
 
         adapter: its number; 0 for the model alone, None for the first adapter, if there is one.
         """
         number = min(1, len(self.adapters)) if adapter is None else adapter
         beside = self.vector_files[number - 1] if number else {}
-        return read_form({**self.files, **beside})
+        return {**self.files, **beside}
 
     @property
     def answering(self) -> LanguageModel:

@@ -126,7 +126,8 @@ class VectorModel(LanguageModel, Protocol):
     ) -> Tensor:
         """Return the vectors of rows, float32 [rows, hidden] on the CPU, each of length 1. It changes no slot.
 
-        pooling: one of settings.embedding.POOLINGS. adapter: see Feed.
+        pooling: one of settings.embedding.POOLINGS. adapter: see Feed. Raises NotExpressible for a model whose last hidden states are
+        no vectors of texts, such as a reward model.
         """
         ...
 

@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import megaconv
+from megaconv.errors import NotExpressible
 from megatron_lite.cli import main
 from megatron_lite.data.embedding_form import EmbeddingForm, form_files
 from megatron_lite.inference import embedding_texts
 from megatron_lite.processes import launch
+from tests.trainer.inference.test_adapters import opened, write_adapter
 from tests.trainer.loop.launches import train
 from tests.trainer.vectors import LENGTH, MODELS, by_transformers, save
 
@@ -33,12 +36,15 @@ def _failures_leave_the_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(directory: Path, name: str = "llama", form: EmbeddingForm | None = None) -> Path:
     """A model with sentence-transformers' files."""
     save(directory, name)
-    written = form or EmbeddingForm("mean", PROMPTS)
-    for file, content in form_files(written, 32, LENGTH).items():
-        path = directory / file
+    write_files(directory, form or EmbeddingForm("mean", PROMPTS))
+    return directory
+
+
+def write_files(directory: Path, form: EmbeddingForm) -> None:
+    for name, content in form_files(form, 32, LENGTH).items():
+        path = directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +123,18 @@ def test_the_default_prompt_of_a_model_precedes_texts(tmp_path: Path) -> None:
     require_close(embedded(tmp_path, model), expected)
     plain = embedded(tmp_path, model, "--prompt-text", "")
     require_close(plain, by_transformers(model, TEXTS, "last"))
+
+
+def test_an_adapter_has_its_own_prompts_and_pooling(model: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    write_adapter(model, adapter, 2, 4.0, ("q_proj", "v_proj"))
+    write_files(adapter, EmbeddingForm("last", {"query": "w30 "}, "query"))
+    (adapter / "sentence_bert_config.json").write_text('{"max_seq_length": 7}')
+    megaconv.merge(model, str(adapter), tmp_path / "merged")
+    expected = by_transformers(
+        tmp_path / "merged", [f"w30 {text}" for text in TEXTS], "last", length=7
+    )
+    require_close(embedded(tmp_path, model, "--adapter", adapter), expected)
 
 
 def test_the_first_numbers_have_length_1_again(model: Path, tmp_path: Path) -> None:
@@ -246,6 +264,8 @@ def test_a_reward_model_is_refused_by_name(
     transformers.LlamaForSequenceClassification(config).save_pretrained(model)
     assert run(model, "--input", write_texts(tmp_path)) != 0
     assert "the model has a head of scores" in capfd.readouterr().err
+    with pytest.raises(NotExpressible, match="the model has a head of scores"):
+        opened(model).model.embed([[1, 5, 2]], "last")
 
 
 def test_help_is_that_of_texts_or_of_passages(capsys: pytest.CaptureFixture[str]) -> None:
