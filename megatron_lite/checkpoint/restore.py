@@ -37,7 +37,7 @@ from megatron_lite.checkpoint.state import (
 )
 from megatron_lite.checkpoint.weights import load_weights, read_rows, shifted
 from megatron_lite.engine import Engine
-from megatron_lite.models.purposes import refuse_scores, refuse_whole
+from megatron_lite.models.purposes import refuse_score_head, refuse_whole
 from megatron_lite.models.trainable import refuse_two_widths
 from megatron_lite.settings.config import Settings
 
@@ -201,13 +201,13 @@ def _is_whole(found: Input) -> bool:
 
 
 def open_weights(place: str) -> Start:
-    """Open the weights of a checkpoint with a head for words, without optimizer state.
+    """Open the weights of a checkpoint with a head for words, or with none, without optimizer state.
 
     Raises the errors of open_language_model; NotExpressible for a model with a head of scores.
     """
     found = find_input(place)
     source = _language_model(found, LoadOptions())
-    refuse_scores(source.header.config, place)
+    refuse_score_head(source.header.config, place)
     tensors = {key: tensor for key, tensor in source.tensors() if key.slot == WEIGHT}
     return Start(
         place,

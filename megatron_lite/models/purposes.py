@@ -24,6 +24,11 @@ def refuse_scores(config: ModelConfig, place: str) -> None:
         raise NotExpressible(
             f"{place}: the model has no head for words (its class is {named_class(config)}); it can be trained with --embedding alone"
         )
+    refuse_score_head(config, place)
+
+
+def refuse_score_head(config: ModelConfig, place: str) -> None:
+    """Raise NotExpressible for a model with a head of scores in place of one for words. place: the path it was read from."""
     if config.has("scores"):
         raise NotExpressible(
             f"{place}: the model has a head of scores, as reward models and critics have it, and no head for words; it can be trained "
