@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -151,6 +152,21 @@ def test_an_adapter_has_its_own_pooling_and_prompts(tmp_path: Path) -> None:
     status, answer = running.ask(ROUTE, {"input": "w1", "model": "tiny", "prompt_name": "query"})
     assert (status, answer["error"]["param"]) == (400, "prompt_name")
     assert running.end() == (0, "")
+
+
+def test_a_model_without_a_head_is_served_for_its_vectors(model: Path, tmp_path: Path) -> None:
+    import transformers
+
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare)
+    transformers.AutoModel.from_pretrained(model).save_pretrained(bare)
+    running = ForkedServing(bare, "--dtype", "fp32")
+    status, answer = running.ask(ROUTE, {"input": list(TEXTS)})
+    assert status == 200
+    assert np.allclose(vectors(answer), by_transformers(model, TEXTS, "mean").numpy(), atol=1e-5)
+    status, errors = running.end()
+    assert status == 0
+    assert "the model is a Qwen3Model without a head for words" in errors
 
 
 def test_a_model_of_other_modules_is_refused_and_answers_texts(tmp_path: Path) -> None:

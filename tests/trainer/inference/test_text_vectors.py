@@ -97,6 +97,18 @@ def require_layout(
     assert torch.allclose(found, by_transformers(directory, TEXTS, pooling), atol=1e-5)
 
 
+def test_a_loaded_model_with_a_head_of_scores_makes_no_vectors() -> None:
+    config = changed(SMALL["llama"], SCORED)
+    layers = split_layers(config.layer_count, 1, 1, LayerSplit())
+    grid = make_grid(Layout(1, 1, stage_layers=layers), 1, torch.device("cpu"), experts=False)
+    engine = Engine(config, grid, ModelOptions(dtype="float32", trains=False), None)
+    model = EngineModel(engine, 1, LENGTH)
+    with pytest.raises(NotExpressible, match="this model: the model has a head of scores"):
+        model.embed(ROWS, "last")
+    model.close()
+    grid.close()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
