@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from formats.ceilings import SIDECAR_BYTES
@@ -137,25 +138,33 @@ def _read_object(files: Mapping[str, Path], name: str) -> dict[str, Any]:
     return found
 
 
-def form_files(form: EmbeddingForm, hidden: int, length: int) -> dict[str, bytes]:
-    """Return sentence-transformers' files of a model, by name. hidden: the width of an embedding. length: tokens of a text."""
+def form_files(
+    form: EmbeddingForm,
+    hidden: int,
+    length: int,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+) -> dict[str, bytes]:
+    """Return sentence-transformers' files of a model, by name. hidden: the width of an embedding. length: tokens of a text.
+
+    beside: the files of the checkpoint that the model started from. Their longest text, other prompts and keys of prompts stay.
+    """
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for number, (kind, path) in enumerate(zip(_KINDS, ("", "1_Pooling", "2_Normalize"), strict=True))
     ]  # fmt: skip
     modes = {key: name == form.pooling for name, key in _MODES.items()}
     pooling = {"word_embedding_dimension": hidden, **modes, "include_prompt": True}
-    prompts = {
-        "prompts": dict(form.prompts),
-        "default_prompt_name": form.default_prompt,
-        "similarity_fn_name": "cosine",
-    }
+    earlier = json.loads(beside.get(_PROMPTS, b"{}"))
+    kept = {"default_prompt_name": form.default_prompt, "similarity_fn_name": "cosine"} | earlier
+    prompts = kept | {"prompts": {**(earlier.get("prompts") or {}), **form.prompts}}
     written = {
         _MODULES: modules,
         _POOLING: pooling,
         _PROMPTS: prompts,
         _LENGTH: {"max_seq_length": length, "do_lower_case": False},
     }
+    if _LENGTH in beside:
+        del written[_LENGTH]
     return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in written.items()}
 
 

@@ -326,7 +326,7 @@ def _saver(basis: Basis, setup: Setup) -> Saver | None:
     files = None if start is None else start.files
     inside = {} if start is None else start.header.made
     beside = sidecars(settings.data, setup.tokenizer, setup.config, basis.dropouts, files, inside)
-    beside |= basis.objective.files(setup)
+    beside |= basis.objective.files(setup, beside)
     kind = "adapter" if settings.lora.wanted else saving.ckpt_format
     is_stored = is_store(saving.save)
     # Files of a store are written to the local disk first.

@@ -109,9 +109,11 @@ class EmbeddedTexts(Objective):
         extras = {QUERIES: batch["query"], DOCUMENTS: batch["documents"]}
         return Microbatch(tokens, tokens, chosen, extras=extras)
 
-    def files(self, setup: Setup) -> dict[str, bytes]:
+    def files(self, setup: Setup, beside: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return sentence-transformers' files, which say how the vectors are made."""
-        return form_files(_form(setup.settings), setup.config.hidden, setup.sizes.seq)
+        form, config = _form(setup.settings), setup.config
+        # Texts may be longer than those of the training.
+        return form_files(form, config.hidden, config.max_positions, beside)
 
     def shown(self, figures: Mapping[str, float]) -> str:
         return f" | accuracy {figures[ACCURACY]:.1%}"

@@ -140,8 +140,11 @@ class Objective:
             documents=_lengths(batch["documents"]) if data.reset_attention_mask or packed else None,
         )
 
-    def files(self, setup: Setup) -> dict[str, bytes]:
-        """Return further files that a checkpoint needs beside config.json and tokenizer, by name."""
+    def files(self, setup: Setup, beside: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Return further files that a checkpoint needs beside config.json and tokenizer, by name.
+
+        beside: the contents of those that it has without them.
+        """
         return {}
 
     def shown(self, figures: Mapping[str, float]) -> str:

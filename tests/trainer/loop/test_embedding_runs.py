@@ -121,6 +121,8 @@ def test_pooling_and_prompts_come_back_from_the_files_of_sentence_transformers(
     }  # fmt: skip
     prompts = json.loads((converted / "config_sentence_transformers.json").read_text())
     assert prompts["prompts"] == {"query": "w5w6", "document": ""}
+    length = json.loads((converted / "sentence_bert_config.json").read_text())
+    assert length["max_seq_length"] == 64, "the model's positions"
     require_vectors(saved, converted, "mean", "w5w6")
 
     further = train(
@@ -129,6 +131,15 @@ def test_pooling_and_prompts_come_back_from_the_files_of_sentence_transformers(
     assert "--embedding-query-prompt 'w5w6': that of the checkpoint" in further
     assert "--embedding-pooling mean: the tokens that make a text's vector" in further
     assert "  query: '<s> <unk> " in further
+    # Other prompts and keys of the checkpoint stay.
+    prompts["prompts"] |= {"sts": "compare: "}
+    path = converted / "config_sentence_transformers.json"
+    path.write_text(json.dumps(prompts | {"default_prompt_name": "sts", "truncate_dim": 8}))
+    command = f"{WORDS} --load {converted} --save ckpt --train-iters 1 --embedding-query-prompt w8"
+    train(prepared(tmp_path / "again"), 1, command)
+    written = json.loads((tmp_path / "again" / "ckpt" / "hf" / path.name).read_text())
+    assert written["prompts"] == {"query": "w8", "document": "", "sts": "compare: "}
+    assert (written["default_prompt_name"], written["truncate_dim"]) == ("sts", 8)
     # Equal weights with another pooling give other vectors.
     fingerprint = embedder(converted).fingerprint
     pooling |= {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}
