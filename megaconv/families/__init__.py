@@ -68,6 +68,7 @@ def family_of_hf(config: Mapping[str, Any], source: str) -> Family:
     if found is not None:
         return found
     _refuse_known(architectures, source)
+    _refuse_bare(config, source)
     if text_config(config) is not None:
         raise UnknownFamily(
             f"{source}: {named(config)} has layers with cross-attention to images, which Megatron core lacks; --text-only converts its "
@@ -138,14 +139,30 @@ def _family_of(config: Mapping[str, Any]) -> Family | None:
 
 def _is_bare(family: Family, config: Mapping[str, Any]) -> bool:
     """True for a model without a head that the family describes. Any other one is copied by its own names."""
-    classes = bare_classes(family.name, family.architectures)
-    if not set(config.get("architectures") or []) & set(classes):
+    if not _has_bare_class(family, config):
         return False
     try:
         family.read_hf(config)
     except CheckpointError:
         return False
     return True
+
+
+def _has_bare_class(family: Family, config: Mapping[str, Any]) -> bool:
+    classes = bare_classes(family.name, family.architectures)
+    return bool(set(config.get("architectures") or []) & set(classes))
+
+
+def _refuse_bare(config: Mapping[str, Any], source: str) -> None:
+    """Raise UnknownFamily with the reason if a family has models of the class without a head, but not this one."""
+    namesake = _own(str(config.get("model_type")))
+    if namesake is None or not _has_bare_class(namesake, config):
+        return
+    try:
+        namesake.read_hf(config)
+    except CheckpointError as error:
+        asked = ", ".join(map(str, config["architectures"]))
+        raise UnknownFamily(f"{source}: this {asked} is not supported: {error}") from error
 
 
 def _refuse_known(architectures: Collection[Any], source: str) -> None:
