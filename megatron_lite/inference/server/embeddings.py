@@ -116,7 +116,8 @@ def _row(value: Any, prompt: str, opened: Opened) -> tuple[int, ...]:
     if not all(0 <= token < vocab for token in row):
         raise Refused(f"a text has a token outside the model's vocabulary of {vocab:,}", "input")
     if len(row) > most:
-        raise NoRoom(f"a text has {len(row)} tokens; the model takes up to {most}", len(row))
+        why = f"a text has {len(row)} tokens; the model takes up to {most}"
+        raise NoRoom(why, len(row), "input")
     return row
 
 

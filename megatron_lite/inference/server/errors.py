@@ -20,9 +20,9 @@ class Refused(Exception):
 class NoRoom(Refused):
     """The prompt, with the tokens to generate, does not fit into the model's length."""
 
-    def __init__(self, message: str, prompt_tokens: int) -> None:
-        """prompt_tokens: number of the prompt's tokens."""
-        super().__init__(message, "prompt", "context_length_exceeded")
+    def __init__(self, message: str, prompt_tokens: int, field: str = "prompt") -> None:
+        """prompt_tokens: number of the prompt's tokens. field: the request's field with the text."""
+        super().__init__(message, field, "context_length_exceeded")
         self.prompt_tokens = prompt_tokens
 
 

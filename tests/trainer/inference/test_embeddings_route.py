@@ -108,6 +108,14 @@ def test_wrong_requests_are_refused(
     assert message in answer["error"]["message"]
 
 
+def test_a_text_that_is_too_long_is_refused_by_the_name_of_its_field(
+    serving: ForkedServing,
+) -> None:
+    status, answer = serving.ask(ROUTE, {"input": "w1 " * 70})
+    assert (status, answer["error"]["param"]) == (400, "input")
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
 def test_vectors_and_answers_do_not_disturb_each_other(serving: ForkedServing, model: Path) -> None:
     words = {"prompt": "w1 w2", "max_tokens": 40, "temperature": 0, "model": "tiny"}
     _, alone = serving.ask("/v1/completions", words)
