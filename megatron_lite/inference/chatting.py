@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from io import TextIOWrapper
 from threading import Event
 
 from formats.wording import counted
 from megaconv.errors import UsageError
+from megatron_lite.data.encoding import has_half_character
 from megatron_lite.inference.answer import Said
 from megatron_lite.inference.batching import RunningBatch, steps
 from megatron_lite.inference.begun_answers import begun_answer, show
@@ -82,6 +84,10 @@ def _lines(opened: Opened) -> Iterator[str]:
     if shown:
         with suppress(ImportError):
             import readline  # noqa: F401  # gives input() the arrow keys
+    if isinstance(
+        sys.stdin, TextIOWrapper
+    ):  # a line that is not UTF-8 must not end the conversation
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             with opened.model.waiting():
@@ -93,6 +99,9 @@ def _lines(opened: Opened) -> Iterator[str]:
             raise
         if line == "/quit":
             return
+        if has_half_character(line):
+            print("the line has bytes that are not UTF-8; it was left out", file=sys.stderr)
+            continue
         yield line
 
 

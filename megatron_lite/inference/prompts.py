@@ -78,6 +78,8 @@ def encode_chat(
             )
         )
     except Exception as error:  # templates raise errors of any class
+        if has_half_character(messages):
+            raise UsageError(f"the conversation can't be tokenized: {HALF_CHARACTER}") from error
         raise UsageError(f"the chat template refuses this conversation: {error}") from error
     if pictures:
         return _with_images(tokenizer, ids, pictures)

@@ -150,7 +150,16 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     if harmony is not None and not begins_answer(prompt, harmony):
         harmony = None
     wanted = _shared(
-        fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony, pictures
+        fields,
+        opened,
+        name,
+        (prompt,),
+        max_tokens,
+        choices,
+        log_probs,
+        harmony,
+        pictures,
+        "messages",
     )
     return wanted if tools is None else _with_tools(wanted, tools, opened)
 
@@ -168,8 +177,9 @@ def _with_tools(wanted: Wanted, tools: Tools, opened: Opened) -> Wanted:
 
 def _shared(
     fields: Fields, opened: Opened, name: str, prompts: tuple[tuple[int, ...], ...], max_tokens: int, choices: int, log_probs: int | None,
-    harmony: Marks | None = None, pictures: tuple[Picture, ...] = (),
+    harmony: Marks | None = None, pictures: tuple[Picture, ...] = (), prompt_field: str = "prompt",
 ) -> Wanted:  # fmt: skip
+    """prompt_field: the field that a refusal of the prompt names."""
     model, adapter = model_of(fields.any("model"), opened, name)
     grammar = read_response_format(
         fields.any("response_format"), opened, harmony=harmony is not None
@@ -193,13 +203,13 @@ def _shared(
         try:
             require_known(without_images(prompt) if pictures else prompt, opened.config.vocab)
         except UsageError as error:  # the tokenizer may have more tokens than the model
-            raise Refused(str(error), "prompt") from error
+            raise Refused(str(error), prompt_field) from error
         try:
             check_prompt(prompt, max_tokens, opened.model.length)
         except TooLong as error:
-            raise NoRoom(str(error), len(prompt)) from error
+            raise NoRoom(str(error), len(prompt), prompt_field) from error
         except UsageError as error:
-            raise Refused(str(error), "prompt") from error
+            raise Refused(str(error), prompt_field) from error
     return Wanted(
         prompts,
         max_tokens,

@@ -301,6 +301,30 @@ def test_texts_are_continued_without_a_template(
     assert "leave --system out" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("more", [[], ["--raw"]])
+def test_a_line_that_is_not_utf8_is_left_out_and_the_chat_goes_on(
+    more: list[str],
+    model: tuple[Path, Any],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outputs = []
+    for typed in (b"hi\n", b"caf\xe9\nhi\n"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed), "utf-8", "strict"))
+        assert run("chat", "--load", model[0], "--max-new-tokens", 8, *more) == 0
+        outputs.append(capfd.readouterr())
+    assert outputs[0].out == outputs[1].out
+    assert outputs[1].err == "the line has bytes that are not UTF-8; it was left out\n"
+
+
+def test_a_conversation_with_half_a_character_is_refused_by_its_reason(
+    model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run("chat", "--load", model[0], "--system", "caf\udce9") == 2
+    assert "half of a surrogate pair, which is no character" in capfd.readouterr().err
+
+
 def test_an_interrupted_answer_ends_and_the_conversation_continues(
     model: tuple[Path, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

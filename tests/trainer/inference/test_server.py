@@ -292,6 +292,13 @@ def test_an_empty_prompt_is_no_prompt_that_is_too_long(serving: Serving) -> None
         assert said["error"]["param"] == "prompt"
 
 
+def test_a_chat_that_is_too_long_is_refused_by_the_name_of_its_field(serving: Serving) -> None:
+    chat = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    status, said = serving.ask("/v1/chat/completions", chat)
+    assert (status, said["error"]["code"]) == (400, "context_length_exceeded")
+    assert said["error"]["param"] == "messages"
+
+
 def head(
     serving: Serving, lines: list[str], route: str = "/v1/completions", method: str = "POST"
 ) -> socket.socket:

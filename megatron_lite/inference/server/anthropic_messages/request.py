@@ -21,7 +21,6 @@ from megatron_lite.inference.server.openai_requests import Wanted
 from megatron_lite.inference.server.template_variables import FIELD, switch_of_thinking
 
 _NAMES = {
-    "prompt": "messages",
     "response_format": "output_config",
     "reasoning_effort": "output_config",
     "stop": "stop_sequences",

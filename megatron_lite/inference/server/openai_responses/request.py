@@ -34,7 +34,6 @@ _HARMLESS = ("max_tool_calls", "prompt_cache_options")
 """Fields that are accepted without effect, beside those of a chat."""
 _NAMES = {
     "messages": "input",
-    "prompt": "input",
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
