@@ -52,6 +52,11 @@ def put(text: str, file: TextIO) -> None:
         raise
 
 
+def is_of_stream(error: OSError) -> bool:
+    """True for an error of a stream, named by `put` or not, and False for one of a file."""
+    return error.filename in (None, "stdout", "stderr")
+
+
 def in_words(error: OSError) -> str:
     """An error of the system as a message: `DIR/file: Read-only file system`."""
     if error.filename is None:

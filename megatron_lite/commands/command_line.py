@@ -5,13 +5,14 @@ Training commands import their flags when they run, as other commands import the
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.extras import require_torch
-from megaconv.terminal import hide_download_bars, open_closed_streams
+from megaconv.terminal import hide_download_bars, in_words, is_of_stream, open_closed_streams
 from megatron_lite.commands.catalog import OTHERS, WITHOUT_TORCH
 from megatron_lite.processes.failure import refuse
 from megatron_lite.processes.slurm import adopt
@@ -58,13 +59,14 @@ def run(arguments: Sequence[str]) -> None:
     words = list(arguments)
     command = words[0] if words else "--help"
     if command in ("-h", "--help"):
-        if _is_first():
-            print(USAGE.format(**DESCRIPTIONS), end="")
+        with _written_output():
+            print(USAGE.format(**DESCRIPTIONS) if _is_first() else "", end="")
         sys.exit(0 if words else 2)
     if command == "--version":
         from megaconv._version import __version__
 
-        print(f"megatron-lite {__version__}")
+        with _written_output():
+            print(f"megatron-lite {__version__}")
         sys.exit(0)
     # megaconv's import makes sure that this is its own `formats`.
     from formats.file_limit import raise_file_limit
@@ -97,20 +99,32 @@ def _remedy(command: str) -> str:
 
 
 def _run_other(command: str, words: list[str]) -> int | None:
-    """Run a command that doesn't train. Returns its exit status; 1 if its output can't be written."""
+    """Run a command that doesn't train, and return its exit status."""
     try:
-        status: int | None = import_module(OTHERS[command]).main(words)
-        sys.stdout.flush()
+        with _written_output():
+            status: int | None = import_module(OTHERS[command]).main(words)
     except UsageError as error:
         return refuse(str(error), error.exit_status)
+    return status
+
+
+@contextmanager
+def _written_output() -> Iterator[None]:
+    """End the process with status 1 if its output can't be written. A closed pipe needs no message."""
+    try:
+        try:
+            yield
+        except SystemExit:  # after --help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None:  # not an error of a stream
+        if not is_of_stream(error):
             raise
         # Python flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         is_unread = isinstance(error, BrokenPipeError)
-        return 1 if is_unread else refuse(str(error), 1)
-    return status
+        sys.exit(1 if is_unread else refuse(in_words(error), 1))
 
 
 def _train(command: str, words: list[str]) -> None:
@@ -150,7 +164,8 @@ def _help_if_asked(command: str, words: Sequence[str]) -> None:
         from megatron_lite.settings.help_text import short_help
 
         text = make_parser(command).format_help() if "--help-all" in words else short_help(command)
-        print(text, end="")
+        with _written_output():
+            print(text, end="")
     sys.exit(0)
 
 

@@ -197,13 +197,31 @@ def test_megatrons_names_in_tensorboard_are_understood(
     }
 
 
-def test_a_reader_that_closes_the_pipe_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_closes_the_pipe_ends_the_command_without_a_traceback(
+    tmp_path: Path, unbuffered: str
+) -> None:
     logged(tmp_path / "run")
     reading, writing = os.pipe()
     os.close(reading)
     ended = subprocess.run(
         [sys.executable, "-m", "megatron_lite", "plot", str(tmp_path / "run")],
         stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )  # fmt: skip
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_stdout_is_one_line(tmp_path: Path, unbuffered: str) -> None:
+    logged(tmp_path / "run")
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "megatron_lite", "plot", str(tmp_path / "run")],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert "No space left on device" in ended.stderr

@@ -1,5 +1,6 @@
 """Flags, YAML, help; the model from flags or from a checkpoint; sizes that can't be."""
 
+import os
 import re
 import subprocess
 import sys
@@ -758,6 +759,20 @@ def test_output_that_can_not_be_written_is_an_error_of_one_line(
             cli.main(["recipes"])
     assert ended.value.code == 1
     assert capfd.readouterr().err == "megatron-lite: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["--help", "finetune --help", "recipes --help"])
+def test_help_that_nobody_reads_ends_without_a_traceback(words: str, unbuffered: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron_lite", *words.split()],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )  # fmt: skip
+    os.close(writing)
+    assert ended.stderr == ""
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
