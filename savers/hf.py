@@ -13,7 +13,6 @@ from megaconv.engine.sentence_directory import plan_sentence_directory
 from megaconv.engine.sidecars import copies, small_files
 from megaconv.engine.weight_files import add_weight_files
 from megaconv.families import Family, family
-from megaconv.families.parts.bare import is_bare
 from megaconv.families.parts.keys import CONFIG_NAME
 from megaconv.families.parts.language_model import heads_for_words
 from megaconv.families.parts.scores import HEAD, HEAD_OPTION, SCORES, with_asked_class
@@ -80,7 +79,7 @@ def plan(header: Header, options: SaveOptions) -> OutputPlan:
         ]
     if base is None:
         _warn_of_missing_mtp(config)
-        names, copied = _names(natives, config, table), dict[str, LazyTensor]()
+        names, copied = _names(natives, config), dict[str, LazyTensor]()
         last_rows = dict[str, LazyTensor]()
         from_base: list[str] = []
         told: tuple[str, ...] = ()
@@ -150,14 +149,8 @@ def _listed(
     return _natives(table, config, _own_naming(options))
 
 
-def _names(natives: Sequence[NativeTensor], config: ModelConfig, table: Family) -> dict[str, str]:
-    """The name in the output of each native tensor.
-
-    In a multimodal model, the language model's names have a prefix. In a model without a head, they lack their own one.
-    """
-    if is_bare(table.architectures, config):
-        prefix = prefix_of(table)
-        return {native.name: native.name.removeprefix(prefix) for native in natives}
+def _names(natives: Sequence[NativeTensor], config: ModelConfig) -> dict[str, str]:
+    """The name in the output of each native tensor. In a multimodal model, the language model's names have a prefix."""
     whole = Whole({}) if config.whole is None else config.whole
     return {native.name: whole.hf_name(native.name) for native in natives}
 
@@ -175,7 +168,12 @@ def _notices(
 
 
 def _natives(table: Family, config: ModelConfig, naming: Naming) -> list[NativeTensor]:
-    return list(unsharded_tensors(table.rows, config, naming))
+    """The native tensors of a model. Without a head, its class has their names without the prefix."""
+    natives = list(unsharded_tensors(table.rows, config, naming))
+    if not table.is_bare(config):
+        return natives
+    prefix = prefix_of(table)
+    return [native._replace(name=native.name.removeprefix(prefix)) for native in natives]
 
 
 def _as_in(base: BaseModel, table: Family, config: ModelConfig) -> list[NativeTensor]:

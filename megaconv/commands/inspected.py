@@ -11,7 +11,6 @@ from formats.wording import counted, listing
 from megaconv.commands.units import readable, share
 from megaconv.engine.record import RECORD_NAME
 from megaconv.families import family
-from megaconv.families.parts.bare import is_bare
 from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megaconv.model.fields import fields_of
@@ -227,7 +226,7 @@ class Inspection:
         config, padded = self.header.config, self.header.padded_vocab
         padding = "" if padded in (None, config.vocab) else f" (padded to {padded:,})"
         tied = ", head tied to the embedding" if config.tie_embeddings else ""
-        if is_bare(family(config.family).architectures, config):
+        if family(config.family).is_bare(config):
             tied = ", no head"
         return f"{config.vocab:,}{padding}{tied}"
 

@@ -76,7 +76,7 @@ class Lineage:
     provenance: Mapping[str, Any]
     notices: tuple[str, ...] = ()
     adapters: tuple[Mapping[str, Any], ...] = ()
-    """Of a patch: the adapters that are merged into the newer checkpoint's weights."""
+    """The adapters that are merged into the newer checkpoint's weights, for a patch."""
 
 
 def lineage_of(

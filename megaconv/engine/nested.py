@@ -1,4 +1,4 @@
-"""What a checkpoint's directory holds besides the checkpoint, and what `--overwrite` would remove with it.
+"""Things beside a checkpoint in its directory, which `--overwrite` would remove too.
 
 An output takes the place of a whole directory. These things in it are not a part of the checkpoint that it replaces:
 

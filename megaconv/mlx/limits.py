@@ -7,6 +7,7 @@ outputs for long texts: a notice names them. Source: the models of mlx-lm 0.32, 
 from collections.abc import Callable, Iterator, Mapping
 
 from megaconv.errors import NotExpressible
+from megaconv.families import family
 from megaconv.model.config import ModelConfig
 
 _Limit = tuple[Callable[[ModelConfig], bool], str]
@@ -91,6 +92,10 @@ _WITHOUT_WINDOWS = (
 
 def require_within(config: ModelConfig) -> None:
     """Raise NotExpressible for a model that mlx-lm's class can't load, or computes otherwise."""
+    if family(config.family).is_bare(config):
+        raise NotExpressible(
+            "--saver mlx: mlx-lm's classes have a head for words, and this model has none; choose another --saver"
+        )
     for is_beyond, said in _LIMITS.get(config.family, ()):
         if is_beyond(config):
             raise NotExpressible(

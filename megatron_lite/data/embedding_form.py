@@ -1,4 +1,4 @@
-"""How an embedding model makes a vector of a text: its prompts, its tokens and their pooling, in sentence-transformers' files.
+"""The form of an embedding model in sentence-transformers' files: its prompts, the tokens of a text, and their pooling.
 
     modules.json                         the modules of the model: a Transformer, a Pooling, a Normalize
     1_Pooling/config.json                which tokens' hidden states are pooled
@@ -37,7 +37,7 @@ _KINDS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EmbeddingForm:
-    """What precedes texts, and which of their tokens are pooled."""
+    """The texts before texts, and the tokens that are pooled."""
 
     pooling: str = LAST
     """One of settings.embedding.POOLINGS."""

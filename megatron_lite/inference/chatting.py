@@ -84,9 +84,8 @@ def _lines(opened: Opened) -> Iterator[str]:
     if shown:
         with suppress(ImportError):
             import readline  # noqa: F401  # gives input() the arrow keys
-    if isinstance(
-        sys.stdin, TextIOWrapper
-    ):  # a line that is not UTF-8 must not end the conversation
+    if isinstance(sys.stdin, TextIOWrapper):
+        # A line that is not UTF-8 must not end the conversation.
         sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:

@@ -18,6 +18,7 @@ from megatron_lite.data.encoding import HALF_CHARACTER, has_half_character
 from megatron_lite.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megatron_lite.inference.generating import require_other_file
 from megatron_lite.inference.opening import Opened, run
+from megatron_lite.inference.rows_together import grouped
 from megatron_lite.inference.slots import require_known
 from megatron_lite.inference.vector_output import open_vectors
 from megatron_lite.models.purposes import refuse_embedding
@@ -29,7 +30,7 @@ EXPECTED = 'expected {"text": ...} or a text in quotes'
 
 @dataclass(frozen=True)
 class _Asked:
-    """How vectors are made."""
+    """The settings of the vectors."""
 
     prompt: str
     """The text before each text."""
@@ -63,7 +64,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
     # Check all texts before the output file is replaced, so that a bad line leaves it as it was.
     count = _check(opened, given.input, lines, asked)
     with open_vectors(given.output, count, asked.dimensions) as output:
-        for rows in _groups(_rows(opened, given.input, lines, asked)):
+        for rows in grouped(_rows(opened, given.input, lines, asked), ROWS):
             vectors = opened.model.embed([row.tokens for row in rows], asked.pooling)
             output.write(_first(vectors, asked.dimensions), [len(row.tokens) for row in rows])
 
@@ -185,17 +186,6 @@ def _text_of(line: str, where: str) -> str:
     if not isinstance(text, str):
         raise UsageError(f"{where}: {EXPECTED}, found {json.dumps(record)[:60]}")
     return text
-
-
-def _groups(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
-    group = []
-    for row in rows:
-        group.append(row)
-        if len(group) == ROWS:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _first(vectors: Tensor, dimensions: int) -> Tensor:

@@ -19,7 +19,7 @@ from megatron_lite.inference.adapters import BASE, AdapterBank
 from megatron_lite.inference.cache import SlotCache
 from megatron_lite.inference.image_tokens import without_images
 from megatron_lite.inference.row_vectors import row_vectors
-from megatron_lite.inference.rows_together import batches, fitting, padded
+from megatron_lite.inference.rows_together import TOKENS, batches, fitting, padded
 from megatron_lite.inference.shown_images import Seen, ShownImages
 from megatron_lite.inference.slots import Feed, Scored, judge, require_known
 from megatron_lite.inference.turns import (
@@ -40,8 +40,6 @@ from megatron_lite.settings.embedding import POOLINGS
 
 IDLE_S = 20.0
 """Seconds that other ranks wait for a turn until rank 0 sends an empty turn."""
-SCORED_TOKENS = 8192
-"""Largest number of tokens scored in one pass, padding included."""
 _BLOCK = 512
 """Tokens whose logits exist at a time."""
 
@@ -390,7 +388,7 @@ class EngineModel:
         groups: list[list[list[int]]] = []
         for share in shares:
             counts = [lengths[number] for number in share]
-            groups.append(list(batches(counts, SCORED_TOKENS)))
+            groups.append(list(batches(counts, TOKENS)))
         own = shares[dp_rank]
         for group in groups[dp_rank]:
             compute([own[place] for place in group])

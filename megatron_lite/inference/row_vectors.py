@@ -11,9 +11,6 @@ from megatron_lite.models.batch import Microbatch
 from megatron_lite.models.chunk import ModelChunk
 from megatron_lite.models.pooling import embeddings, pooled_tokens
 
-TOKENS = 8192
-"""Largest number of tokens of one pass, padding included."""
-
 
 def row_vectors(engine: Engine, rows: Sequence[Sequence[int]], pooling: str) -> Tensor | None:
     """Return float32 [rows, hidden], the vectors of rows of tokens, of one pass. None on stages other than the last one."""

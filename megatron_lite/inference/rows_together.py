@@ -1,11 +1,17 @@
 """Chooses the rows that are computed in one pass, and pads them to one length."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from megatron_lite.inference.slots import Feed
+
+T = TypeVar("T")
+TOKENS = 8192
+"""The most tokens of a pass over whole rows, padding included."""
 
 
 def padded(rows: Sequence[Sequence[int]]) -> Tensor:
@@ -19,6 +25,13 @@ def padded(rows: Sequence[Sequence[int]]) -> Tensor:
         padding = [row[-1]] * (longest - len(row))
         padded.append([*row, *padding])
     return torch.tensor(padded)
+
+
+def grouped(rows: Iterable[T], count: int) -> Iterator[list[T]]:
+    """Yield the rows in groups of `count`; the last one may be smaller."""
+    remaining = iter(rows)
+    while group := list(islice(remaining, count)):
+        yield group
 
 
 def fitting(feeds: Sequence[Feed], length: int, *, pads: bool) -> Iterator[list[int]]:

@@ -13,6 +13,7 @@ from megaconv.terminal import reason_of, show
 from megatron_lite.inference.generating import open_output, require_other_file
 from megatron_lite.inference.opening import Opened, run
 from megatron_lite.inference.prompts import encode, tokens_of
+from megatron_lite.inference.rows_together import grouped
 from megatron_lite.inference.slots import NotFinite, Scored, require_top
 
 ROWS = 64
@@ -38,7 +39,7 @@ def _use(opened: Opened, given: argparse.Namespace) -> None:
         raise UsageError(f"{given.input}: holds no rows to score")
     _warn_of_length(opened.config, longest, given.input)
     with open_output(given.output) as file:
-        for rows in _groups(_rows(opened, given.input, lines)):
+        for rows in grouped(_rows(opened, given.input, lines), ROWS):
             scored = opened.model.score([tokens for tokens, _ in rows], given.top)
             for (tokens, first), found in zip(rows, scored, strict=True):
                 line = _line(tokens, first, found, given.top)
@@ -65,17 +66,6 @@ def _line(tokens: list[int], first: int, found: Scored, top: int) -> dict[str, A
         )
         line["top_log_probs"] = [list(map(list, zip(*pair, strict=True))) for pair in pairs]
     return line
-
-
-def _groups(rows: Iterator[tuple[list[int], int]]) -> Iterator[list[tuple[list[int], int]]]:
-    group = []
-    for row in rows:
-        group.append(row)
-        if len(group) == ROWS:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _lines(path: str) -> list[str]:

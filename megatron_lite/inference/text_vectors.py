@@ -22,8 +22,8 @@ from megatron_lite.data.embedding_form import (
 from megatron_lite.data.tokenizer import Tokenizer
 from megatron_lite.engine import Engine
 from megatron_lite.inference.opening import make_engine
-from megatron_lite.inference.row_vectors import TOKENS, row_vectors
-from megatron_lite.inference.rows_together import batches
+from megatron_lite.inference.row_vectors import row_vectors
+from megatron_lite.inference.rows_together import TOKENS, batches
 from megatron_lite.inference.towers import fingerprint_of, tokenizer_of, towers_of
 from megatron_lite.models.purposes import refuse_embedding
 from megatron_lite.processes import launch

@@ -5,8 +5,6 @@ FILE.npy                                        float32 [texts, numbers]
 """
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.terminal import reason_of
+from megatron_lite.data.whole_file import whole_file
 from megatron_lite.inference.generating import open_output
 
 
@@ -46,8 +45,11 @@ def open_vectors(path: str, count: int, width: int) -> Iterator[Vectors]:
     vectors have an error in place of numbers; an array at once, which leaves the file as it was.
     """
     if path.endswith(".npy"):
-        with _replaced(Path(path)) as file:
-            yield _Array(file, count, width)
+        try:
+            with whole_file(Path(path)) as file:
+                yield _Array(file, count, width)
+        except OSError as error:
+            raise UsageError(f"{path}: can't be written: {reason_of(error)}") from error
         return
     with open_output(path) as lines:
         output = _Lines(lines)
@@ -79,22 +81,3 @@ class _Array:
         if not bool(vectors.isfinite().all()):
             raise NotFiniteVector
         self._file.write(vectors.numpy().astype(np.dtype("<f4")).tobytes())
-
-
-@contextmanager
-def _replaced(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that takes the place of `path` at the end. An error leaves `path` as it was. Raises UsageError."""
-    try:
-        descriptor, staging = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            Path(staging).chmod(0o644)
-            Path(staging).replace(path)
-        except BaseException:
-            Path(staging).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise UsageError(f"{path}: can't be written: {reason_of(error)}") from error

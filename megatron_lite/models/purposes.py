@@ -2,7 +2,6 @@
 
 from megaconv.errors import NotExpressible
 from megaconv.families import family
-from megaconv.families.parts.bare import is_bare
 from megaconv.families.parts.whole_model import named
 from megaconv.model.config import ModelConfig
 from megatron_lite.models.trainable import RETRO, check_computed
@@ -22,7 +21,8 @@ def refuse_scores(config: ModelConfig, place: str) -> None:
     """Raise NotExpressible for a model without a head for words. place: the path it was read from."""
     if is_headless(config):
         raise NotExpressible(
-            f"{place}: the model has no head for words (its class is {named_class(config)}); it can be trained with --embedding alone"
+            f"{place}: the model has no head for words (its class is {named_class(config)}); `finetune --embedding`, `embed` and "
+            "/v1/embeddings use it"
         )
     refuse_score_head(config, place)
 
@@ -54,7 +54,7 @@ def refuse_embedding(config: ModelConfig, place: str) -> None:
 
 def is_headless(config: ModelConfig) -> bool:
     """Return whether the model has no head, as sentence-transformers stores embedding models."""
-    return is_bare(family(config.family).architectures, config)
+    return family(config.family).is_bare(config)
 
 
 def named_class(config: ModelConfig) -> str:

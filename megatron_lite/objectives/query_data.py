@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from formats.wording import counted
 from megaconv.errors import UsageError
@@ -59,9 +60,7 @@ class QueryData(TrainingData):
         training = replace(settings.training, **length, **chosen)
         return replace(settings, training=training), self
 
-    def _members(
-        self, settings: Settings, place: int
-    ) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _members(self, settings: Settings, place: int) -> NDArray[np.int64]:
         """Return the numbers of the records of a part: training, evaluation, test."""
         part = parse_split(settings.data.split or "1")[place]
         if part is None:
@@ -118,12 +117,12 @@ class QueryData(TrainingData):
         """Yield a line for each property of the data that a user may not expect. what: its purpose."""
         cut = int((np.diff(queries.texts.bounds) > seq).sum())
         if cut:
-            verb = "is" if cut == 1 else "are"
-            yield f"warning: {counted(cut, 'text')}{what} {verb} longer than --seq-length {seq} and shortened"
+            texts = f"{counted(cut, 'text')}{what} {'is' if cut == 1 else 'are'}"
+            yield f"warning: {texts} longer than --seq-length {seq} and shortened"
         fewer = int((np.diff(queries.others.bounds) < self.negatives).sum())
         if fewer:
-            verb = "has" if fewer == 1 else "have"
-            yield f"{counted(fewer, 'query', 'queries')}{what} {verb} fewer hard negatives than --embedding-negatives {self.negatives}"
+            short = f"{counted(fewer, 'query', 'queries')}{what} {'has' if fewer == 1 else 'have'}"
+            yield f"{short} fewer hard negatives than --embedding-negatives {self.negatives}"
         if queries.unread:
             quoted = [f'"{name}"' for name in sorted(queries.unread)]
             yield f"fields that are not read{what}: {', '.join(quoted)}"

@@ -5,8 +5,6 @@ DIRECTORY/kto-reference-training.npz        the same of rated answers, each with
 """
 
 import json
-import os
-import tempfile
 import zipfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +18,7 @@ from formats.errors import CheckpointError
 from formats.file_limit import is_limit, limit_reached
 from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.index_cache import cache_key
+from megatron_lite.data.whole_file import whole_file
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes
 
@@ -121,17 +120,8 @@ def write(path: Path, made_of: MadeOf, values: Values) -> None:
     """Write the file, which appears by one rename. Raises CheckpointError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, staging = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez(file, values=values, made_of=np.array(json.dumps(made_of)))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(staging).chmod(0o644)
-            Path(staging).replace(path)
-        except BaseException:
-            Path(staging).unlink(missing_ok=True)
-            raise
+        with whole_file(path) as file:
+            np.savez(file, values=values, made_of=np.array(json.dumps(made_of)))
     except OSError as error:
         raise CheckpointError(
             f"{path}: can't be written: {error.strerror}; give a directory of the reference's cache where there is space and permission"

@@ -86,6 +86,32 @@ def test_it_comes_back_from_megatron(name: str, tmp_path: Path) -> None:
     require_same(tmp_path / "out", made)
 
 
+def test_the_base_of_a_model_without_a_head_gives_its_files_and_bits(tmp_path: Path) -> None:
+    made = create("qwen3", tmp_path / "model")
+    megaconv.convert(made, tmp_path / "core", saver="core", tp=2)
+    for source in (made, tmp_path / "core"):
+        out = tmp_path / f"from-{source.name}"
+        megaconv.convert(source, out, saver="hf", base=made)
+        require_same(out, made)
+
+
+def test_a_quantized_model_without_a_head_names_its_own_matrices(tmp_path: Path) -> None:
+    made = create("qwen3", tmp_path / "model")
+    megaconv.convert(made, tmp_path / "out", saver="hf", quantize="fp8-per-channel")
+    assert held(made).keys() <= held(tmp_path / "out").keys()
+    ignored = raw(tmp_path / "out")["quantization_config"]["ignore"]
+    assert "embed_tokens" in ignored
+    assert not [name for name in ignored if name.startswith("model.")]
+    assert open_checkpoint(tmp_path / "out").config.tie_embeddings
+
+
+def test_mlx_has_no_class_for_a_model_without_a_head(tmp_path: Path) -> None:
+    made = create("qwen3", tmp_path / "model")
+    done = run("convert", made, tmp_path / "out", "--saver", "mlx")
+    assert (done.status, (tmp_path / "out").exists()) == (2, False)
+    assert "mlx-lm's classes have a head for words, and this model has none" in done.err
+
+
 def test_inspect_shows_that_there_is_no_head(tmp_path: Path) -> None:
     made = create("qwen3", tmp_path / "model")
     assert "vocabulary  131, no head" in run("inspect", made).out

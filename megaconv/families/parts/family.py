@@ -6,7 +6,7 @@ from typing import Any
 
 from formats.tensor import LazyTensor
 from megaconv.errors import NotExpressible
-from megaconv.families.parts.bare import read_bare
+from megaconv.families.parts.bare import is_bare, read_bare
 from megaconv.families.parts.dropouts import written_dropouts
 from megaconv.families.parts.hf_config import as_file, quant_method, require_causal, updated
 from megaconv.families.parts.keys import CONFIG_NAME, Keys, by_own_names, read_keys, write_keys
@@ -119,6 +119,10 @@ class Family:
             require_causal(raw, CONFIG_NAME)
         own_head = {**read_scores(self.name, raw), **read_bare(self.name, self.architectures, raw)}
         return changed(replace(found, hf=dict(raw)), own_head)
+
+    def is_bare(self, config: ModelConfig) -> bool:
+        """True for a model without a head, as sentence-transformers stores embedding models."""
+        return is_bare(self.architectures, config)
 
     def write_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json for transformers 4 and 5. Raises NotExpressible, which names the field, for a field that it

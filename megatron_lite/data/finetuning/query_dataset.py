@@ -29,7 +29,7 @@ class QuerySample(NamedTuple):
 class QueryDataset:
     """`--finetune-data` of queries.
 
-    Of several documents that answer a query, each epoch takes the next one. So it does with more hard negatives than fit.
+    If several documents answer a query, each epoch takes the next one. Each epoch takes the next hard negatives, too.
     """
 
     queries: Queries
@@ -46,22 +46,29 @@ class QueryDataset:
         return len(self.order)
 
     def __getitem__(self, index: int) -> QuerySample:
-        record, epoch = int(self.order[index]), index // self.epoch_samples
+        record = int(self.order[index])
+        query = self.queries.queries[record]
+        documents = self._documents(record, index // self.epoch_samples)
+        tokens = np.zeros((2 + self.negatives, self.seq_length), np.int64)
+        lengths = np.ones(2 + self.negatives, np.int64)
+        for row, number in enumerate((query, *documents)):
+            if number == NO_DOCUMENT:
+                continue
+            text = shortened(self.queries.texts[number], self.seq_length, self.ending)
+            tokens[row, : len(text)] = text
+            lengths[row] = len(text)
+        return QuerySample(tokens, lengths, np.asarray(query), documents)
+
+    def _documents(self, record: int, epoch: int) -> NDArray[np.int64]:
+        """Return [1 + negatives], the numbers of a sample's documents."""
         own, others = self.queries.answers[record], self.queries.others[record]
         documents = np.full(1 + self.negatives, NO_DOCUMENT)
         documents[0] = own[epoch % len(own)]
         count = min(self.negatives, len(others))
-        places = epoch * count + np.arange(count)
-        documents[1 : 1 + count] = others[places % max(len(others), 1)]
-        query = self.queries.queries[record]
-        tokens = np.zeros((2 + self.negatives, self.seq_length), np.int64)
-        lengths = np.ones(2 + self.negatives, np.int64)
-        for row, number in enumerate((query, *documents)):
-            if number != NO_DOCUMENT:
-                text = shortened(self.queries.texts[number], self.seq_length, self.ending)
-                tokens[row, : len(text)] = text
-                lengths[row] = len(text)
-        return QuerySample(tokens, lengths, np.asarray(query), documents)
+        if count:
+            places = epoch * count + np.arange(count)
+            documents[1 : 1 + count] = others[places % len(others)]
+        return documents
 
 
 def shortened(tokens: NDArray[np.int64], length: int, ending: int) -> NDArray[np.int64]:

@@ -14,8 +14,7 @@ from megaconv.errors import CheckpointError
 from megatron_lite.data.embedding_form import text_tokens
 from megatron_lite.data.encoding import HALF_CHARACTER, has_half_character
 from megatron_lite.inference.opening import Opened
-from megatron_lite.inference.row_vectors import TOKENS
-from megatron_lite.inference.rows_together import batches
+from megatron_lite.inference.rows_together import TOKENS, batches
 from megatron_lite.inference.server.errors import NoAnswer, NoRoom, Refused
 from megatron_lite.inference.server.fields import Fields
 from megatron_lite.inference.server.openai_requests import model_of
@@ -59,7 +58,7 @@ def read_embeddings(fields: Fields, opened: Opened, name: str) -> WantedVectors:
     except CheckpointError as error:
         raise Refused(str(error), "model", "unsupported") from error
     prompt = _prompt(fields.any("prompt_name"), form.prompts)
-    texts = _texts(fields.any("input"))
+    texts = fields.texts("input", MOST_TEXTS)
     width = opened.config.hidden
     dimensions = fields.integer("dimensions", width, 1, width)
     encoding = fields.any("encoding_format") or "float"
@@ -83,21 +82,6 @@ def _prompt(asked: Any, known: Any) -> str:
             f"prompt_name {asked!r:.60} is not known; the model has {names}", "prompt_name"
         )
     return str(known[asked])
-
-
-def _texts(value: Any) -> list[Any]:
-    """Return the texts and rows of token ids of a request."""
-    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        instead = "it is missing" if value is None else f"found {value!r:.60}"
-        raise Refused(
-            f"input should be a text, a list of texts, of token ids, or of lists of token ids; {instead}",
-            "input",
-        )
-    if len(value) > MOST_TEXTS:
-        raise Refused(f"{len(value)} texts are more than {MOST_TEXTS}", "input")
-    return value
 
 
 def _row(value: Any, prompt: str, opened: Opened) -> tuple[int, ...]:

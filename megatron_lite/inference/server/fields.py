@@ -86,6 +86,21 @@ class Fields:
             )
         return tuple(found)
 
+    def texts(self, name: str, most: int) -> list[Any]:
+        """Return a field with a text, a row of token ids, or several of either. The items are not checked. Raises Refused."""
+        value = self.any(name)
+        if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            instead = "it is missing" if value is None else f"found {value!r:.60}"
+            raise Refused(
+                f"{name} should be a text, a list of texts, of token ids, or of lists of token ids; {instead}",
+                name,
+            )
+        if len(value) > most:
+            raise Refused(f"{name} has {len(value)} texts, and may have {most}", name)
+        return value
+
     def only(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
         """Check fields for which only these values (and None) are supported."""
         for name, values in allowed.items():

@@ -106,7 +106,7 @@ class Wanted:
 
 def completion(fields: Fields, opened: Opened, name: str) -> Wanted:
     """Read a request of /v1/completions. Raises Refused."""
-    prompts = _prompts(fields.any("prompt"), opened)
+    prompts = _prompts(fields, opened)
     echo = fields.boolean("echo")
     choices = fields.integer("n", 1, 1, MOST_CHOICES)
     fields.only({"best_of": (choices,), "suffix": ("",)})
@@ -260,19 +260,9 @@ def _stream_options(value: Any, *, stream: bool) -> bool:
     return bool(value.get("include_usage"))
 
 
-def _prompts(value: Any, opened: Opened) -> tuple[tuple[int, ...], ...]:
+def _prompts(fields: Fields, opened: Opened) -> tuple[tuple[int, ...], ...]:
     """Return the prompts: from a text, texts, a row of token ids, or rows of token ids."""
-    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        instead = "it is missing" if value is None else f"found {value!r:.60}"
-        raise Refused(
-            f"prompt should be a text, a list of texts, of token ids, or of lists of token ids; {instead}",
-            "prompt",
-        )
-    if len(value) > MOST_PROMPTS:
-        raise Refused(f"{len(value)} prompts are more than {MOST_PROMPTS}", "prompt")
-    return tuple(_prompt(each, opened) for each in value)
+    return tuple(_prompt(each, opened) for each in fields.texts("prompt", MOST_PROMPTS))
 
 
 def _prompt(value: Any, opened: Opened) -> tuple[int, ...]:

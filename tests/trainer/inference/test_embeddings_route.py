@@ -92,7 +92,7 @@ def test_tokens_dimensions_and_base64(serving: ForkedServing, model: Path) -> No
         ({"input": [[]]}, "a text should be a text or token ids, found []"),
         ({"input": [1, 999]}, "a text has a token outside the model's vocabulary of 64"),
         ({"input": "w1 " * 70}, "a text has 72 tokens; the model takes up to 64"),
-        ({"input": ["w1"] * 2049}, "2049 texts are more than 2048"),
+        ({"input": ["w1"] * 2049}, "input has 2049 texts, and may have 2048"),
         ({"input": "w1", "dimensions": 33}, "dimensions should be a whole number from 1 to 32"),
         ({"input": "w1", "encoding_format": "int8"}, "encoding_format should be float or base64, found 'int8'"),
         ({"input": "w1", "prompt_name": "other"}, "prompt_name 'other' is not known; the model has 'query', 'document'"),
