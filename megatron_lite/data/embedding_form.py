@@ -37,7 +37,7 @@ _KINDS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EmbeddingForm:
-    """The texts before texts, and the tokens that are pooled."""
+    """The prompts that precede texts, and the tokens that are pooled."""
 
     pooling: str = LAST
     """One of settings.embedding.POOLINGS."""

@@ -13,9 +13,9 @@ from typing import BinaryIO, Protocol, TextIO
 import numpy as np
 from torch import Tensor
 
+from formats.whole_file import whole_file
 from megaconv.errors import CheckpointError, UsageError
 from megaconv.terminal import reason_of
-from megatron_lite.data.whole_file import whole_file
 from megatron_lite.inference.generating import open_output
 
 

@@ -1,12 +1,13 @@
 """The length of a run in epochs, and how often and how long it evaluates."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from formats.wording import are, counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.objectives.training_data import Say
-from megatron_lite.settings.config import Settings
+from megatron_lite.settings.config import Settings, Training
 from megatron_lite.settings.sizes import Sizes
 
 MOST_EVALUATION_STEPS = 100
@@ -39,6 +40,13 @@ def require_same_batch(batch: int, progress: Progress) -> None:
         f"--global-batch-size {batch}: the continued run has batches of {earlier}, of which the order of a task's examples "
         f"follows; give --global-batch-size {earlier}"
     )
+
+
+def epochs_shown(training: Training) -> Iterator[str]:
+    """Yield a line with the steps of --epochs, if it was given."""
+    epochs, steps = training.epochs, training.train_iters
+    if epochs is not None and steps is not None:
+        yield f"{counted(epochs, 'epoch')} {are(epochs)} {counted(steps, 'step')}"
 
 
 def evaluations(

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.wording import counted
+from formats.wording import are, counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.finetuning.chat import read_template
 from megatron_lite.data.finetuning.dataset import FinetuneDataset
 from megatron_lite.data.finetuning.examples import Examples, ReadingOptions, read_examples
+from megatron_lite.data.finetuning.forms import listed
 from megatron_lite.data.finetuning.image_dataset import ImageDataset
 from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.finetuning.pieces import (
@@ -29,7 +30,7 @@ from megatron_lite.data.images.reader import ImageReader
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
 from megatron_lite.data.tokenizer import Tokenizer
-from megatron_lite.objectives.epochs import evaluations, training_length
+from megatron_lite.objectives.epochs import epochs_shown, evaluations, training_length
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.learning import Kto
@@ -186,10 +187,7 @@ class ExampleData(TrainingData):
         assert self.packed is not None
         noun = self.records.noun
         yield self._summary(setup, self.packed.train, dataset)
-        training = setup.settings.training
-        if training.epochs is not None and training.train_iters is not None:
-            verb = "is" if training.epochs == 1 else "are"
-            yield f"{counted(training.epochs, 'epoch')} {verb} {counted(training.train_iters, 'step')}"
+        yield from epochs_shown(setup.settings.training)
         for what, pieces in (("", self.packed.train), (" for evaluation", self.packed.valid)):
             if pieces is not None:
                 yield from remarks(pieces, setup.sizes.seq, noun, what)
@@ -296,11 +294,10 @@ def remarks(pieces: Pieces, seq: int, noun: str, what: str) -> Iterator[str]:
         left_out = examples.images.outside(pieces.starts, pieces.read_ends)
         if left_out:
             number = counted(left_out, "image")
-            verb = "is" if left_out == 1 else "are"
+            verb = are(left_out)
             yield f"warning: {number}{what} {verb} in no sample, because --seq-length {seq} is too short; {SMALLER_IMAGES}"
     if examples.unread:
-        quoted = [f'"{name}"' for name in sorted(examples.unread)]
-        yield f"fields that are not read{what}: {', '.join(quoted)}"
+        yield f"fields that are not read{what}: {listed(sorted(examples.unread))}"
     if examples.ratings:
         records = counted(examples.ratings, "record")
         yield (

@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from formats.wording import counted
+from formats.wording import are, counted
 from megaconv.errors import UsageError
 from megatron_lite.checkpoint.state import Progress
 from megatron_lite.data.corpora import parse_split, part_of
+from megatron_lite.data.finetuning.forms import listed
 from megatron_lite.data.finetuning.queries import Queries
 from megatron_lite.data.finetuning.query_dataset import NO_DOCUMENT, QueryDataset, query_dataset
 from megatron_lite.data.index_cache import cache_key
 from megatron_lite.data.samples import Dataset
-from megatron_lite.objectives.epochs import evaluations, training_length
+from megatron_lite.objectives.epochs import epochs_shown, evaluations, training_length
 from megatron_lite.objectives.training_data import Say, Setup, TrainingData
 from megatron_lite.settings.config import Settings
 from megatron_lite.settings.sizes import Sizes
@@ -103,10 +104,7 @@ class QueryData(TrainingData):
             f"{counted(len(train.others.values), 'hard negative')}; a sample is {counted(2 + self.negatives, 'text')} of up to {seq} "
             f"tokens; {steps:,.4g} step{'' if steps == 1 else 's'} an epoch"
         )
-        training = setup.settings.training
-        if training.epochs is not None and training.train_iters is not None:
-            verb = "is" if training.epochs == 1 else "are"
-            yield f"{counted(training.epochs, 'epoch')} {verb} {counted(training.train_iters, 'step')}"
+        yield from epochs_shown(setup.settings.training)
         for what, queries in (("", train), (" for evaluation", self.valid)):
             if queries is not None:
                 yield from self._remarks(queries, seq, what)
@@ -117,15 +115,15 @@ class QueryData(TrainingData):
         """Yield a line for each property of the data that a user may not expect. what: its purpose."""
         cut = int((np.diff(queries.texts.bounds) > seq).sum())
         if cut:
-            texts = f"{counted(cut, 'text')}{what} {'is' if cut == 1 else 'are'}"
-            yield f"warning: {texts} longer than --seq-length {seq} and shortened"
+            texts = f"{counted(cut, 'text')}{what}"
+            yield f"warning: {texts} {are(cut)} longer than --seq-length {seq} and shortened"
         fewer = int((np.diff(queries.others.bounds) < self.negatives).sum())
         if fewer:
-            short = f"{counted(fewer, 'query', 'queries')}{what} {'has' if fewer == 1 else 'have'}"
+            verb = "has" if fewer == 1 else "have"
+            short = f"{counted(fewer, 'query', 'queries')}{what} {verb}"
             yield f"{short} fewer hard negatives than --embedding-negatives {self.negatives}"
         if queries.unread:
-            quoted = [f'"{name}"' for name in sorted(queries.unread)]
-            yield f"fields that are not read{what}: {', '.join(quoted)}"
+            yield f"fields that are not read{what}: {listed(sorted(queries.unread))}"
 
 
 def _preview(dataset: QueryDataset, setup: Setup) -> Iterator[str]:

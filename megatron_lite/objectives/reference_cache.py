@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 import megaconv
 from formats.errors import CheckpointError
 from formats.file_limit import is_limit, limit_reached
+from formats.whole_file import whole_file
 from megatron_lite.data.finetuning.pair_dataset import PairDataset
 from megatron_lite.data.index_cache import cache_key
-from megatron_lite.data.whole_file import whole_file
 from megatron_lite.settings.options import ModelOptions
 from megatron_lite.settings.sizes import Sizes
 

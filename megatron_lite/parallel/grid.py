@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from formats.wording import counted
+from formats.wording import are, counted
 from megaconv.errors import LayoutError
 from megaconv.model.layout import Chunk, Layout
 from megatron_lite.parallel import comm
@@ -207,9 +207,8 @@ def _check_world(layout: Layout, dp: int, cp: int, world: int) -> None:
     sizes = {"tp": layout.tp, **context, "dp": dp, "pp": layout.pp}
     names = " x ".join(sizes)
     product = " x ".join(map(str, sizes.values()))
-    verb = "is" if world == 1 else "are"
     raise LayoutError(
-        f"{names} = {product} = {needed}, but there {verb} {counted(world, 'process', 'processes')}"
+        f"{names} = {product} = {needed}, but there {are(world)} {counted(world, 'process', 'processes')}"
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from formats.errors import CheckpointError
-from formats.whole_file import write_whole
+from formats.whole_file import whole_file, write_whole
 from tests.models import write_llama
 
 LIMIT_BYTES = 20_000
@@ -59,3 +59,17 @@ def test_a_device_gets_the_bytes(tmp_path: Path) -> None:
     assert Path(os.devnull).is_char_device()
     with pytest.raises(CheckpointError, match="disk is full"):
         write_whole(Path("/dev/full"), b"new")
+
+
+def test_a_file_that_is_written_in_parts_appears_at_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with whole_file(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+        file.write(b"er")
+    assert path.read_bytes() == b"newer"
+    with pytest.raises(KeyboardInterrupt), whole_file(path):
+        raise KeyboardInterrupt
+    assert path.read_bytes() == b"newer"
+    assert [found.name for found in tmp_path.iterdir()] == ["file"]

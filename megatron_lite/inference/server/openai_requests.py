@@ -150,17 +150,8 @@ def chat(fields: Fields, opened: Opened, name: str) -> Wanted:
     if harmony is not None and not begins_answer(prompt, harmony):
         harmony = None
     wanted = _shared(
-        fields,
-        opened,
-        name,
-        (prompt,),
-        max_tokens,
-        choices,
-        log_probs,
-        harmony,
-        pictures,
-        "messages",
-    )
+        fields, opened, name, (prompt,), max_tokens, choices, log_probs, harmony, pictures, prompt_field="messages"
+    )  # fmt: skip
     return wanted if tools is None else _with_tools(wanted, tools, opened)
 
 
